@@ -1,0 +1,1 @@
+"""A small GPT with MoE blocks."""

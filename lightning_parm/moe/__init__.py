@@ -1,0 +1,1 @@
+"""Mixture-of-Experts layers with model, expert and expert-sharding parallelism: plain PyTorch, no Lightning."""
