@@ -1,0 +1,127 @@
+"""Where each parameter of a model lives on the ranks, and what follows for gradients, norms and checkpoints.
+
+=====================  =========================  ==========================  =====================================
+parameter              same values on             gradient averaged over      in a sharded checkpoint
+=====================  =========================  ==========================  =====================================
+replicated             all ranks                  data_parallel               one full tensor
+expert shard of a MoE  expert_data_parallel       expert_data_parallel        DTensor on the sparse mesh
+tensor-parallel        data_parallel              data_parallel               DTensor on the dense mesh, as it is
+sharded by the user    whatever its mesh leaves   nobody: its mesh did it     DTensor, as it is
+over data_parallel
+=====================  =========================  ==========================  =====================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from lightning_parm.moe import MoE, Topology
+
+
+@dataclass(frozen=True)
+class ParameterPlacement:
+    """Where one parameter lives.
+
+    Args:
+        reduce_axis: Axis of the topology over which gradients are averaged; None where its own mesh reduces them.
+        num_copies: Ranks of the world that hold the same values.
+        gradient_scale: Factor for each fresh gradient, so that averaging over ``reduce_axis`` is all that is left. An
+            expert's gradient is a sum over the tokens of its fused group, hence N_EDP / N_DP.
+        mesh: Mesh of the DTensor that stands for an expert shard at the checkpoint's door; None for others.
+        placements: Placements on ``mesh``.
+    """
+
+    reduce_axis: str | None
+    num_copies: int
+    gradient_scale: float = 1.0
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+
+    def as_dtensor(self, local: Tensor) -> Tensor:
+        """The DTensor whose shard on this rank is ``local``; other parameters are returned as they are."""
+        if self.mesh is None or isinstance(local, DTensor):
+            return local
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False)
+
+    def as_local(self, value: Tensor, like: Tensor) -> Tensor:
+        """Cut ``value``, full or a DTensor, to what this rank holds of ``like``; no communication."""
+        if isinstance(like, DTensor):
+            if isinstance(value, DTensor):
+                return value
+            return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+        if isinstance(value, DTensor):
+            return value.to_local()
+        if self.mesh is None or value.shape == like.shape:
+            return value
+        return distribute_tensor(value.to(like.device), self.mesh, self.placements, src_data_rank=None).to_local()
+
+    def full_shape(self, local: Tensor) -> torch.Size:
+        """Shape of the whole parameter of which ``local`` is this rank's part."""
+        if self.mesh is None or isinstance(local, DTensor):
+            return local.shape
+        shape = list(local.shape)
+        for dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                shape[placement.dim] *= self.mesh.size(dim)
+        return torch.Size(shape)
+
+
+def moe_layers(module: nn.Module) -> Iterator[tuple[str, MoE]]:
+    """Every MoE layer of ``module`` with its name, each once, in the order of the module tree.
+
+    Example:
+        >>> [name for name, _ in moe_layers(nn.Sequential(nn.Linear(4, 4), MoE(4, 8, 2)))]
+        ['1']
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, MoE):
+            yield name, child
+
+
+def place_parameters(module: nn.Module, topology: Topology, device_type: str) -> dict[str, ParameterPlacement]:
+    """The placement of every parameter of ``module``, by its name; tied parameters appear under each of their names.
+
+    Args:
+        module: A model whose MoE layers are parallelised over ``topology``.
+        topology: The sizes and groups of the run.
+        device_type: Device type of the meshes, for instance ``"cuda"``.
+    """
+    world_size = topology.world_size
+    experts: dict[str, ParameterPlacement] = {}
+    for prefix, layer in moe_layers(module):
+        if layer.topology.world_size == 1:
+            continue
+        for name, dims in layer.expert_placements().items():
+            replicas = topology.expert_data_parallel_size
+            placements: list[Placement] = [Replicate()]
+            for dim, size in zip(dims, (topology.expert_parallel_size, topology.expert_shard_size), strict=True):
+                placements.append(Replicate() if dim is None else Shard(dim))
+                replicas *= size if dim is None else 1
+            experts[f"{prefix}.{name}" if prefix else name] = ParameterPlacement(
+                reduce_axis="expert_data_parallel",
+                num_copies=replicas,
+                gradient_scale=topology.expert_data_parallel_size / topology.data_parallel_size,
+                mesh=topology.sparse_mesh(device_type),
+                placements=tuple(placements),
+            )
+    placed: dict[str, ParameterPlacement] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in experts:
+            placed[name] = experts[name]
+        elif isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            axes = mesh.mesh_dim_names or ()
+            shards = math.prod(mesh.size(d) for d, p in enumerate(parameter.placements) if isinstance(p, Shard))
+            placed[name] = ParameterPlacement(
+                reduce_axis=None if "data_parallel" in axes else "data_parallel", num_copies=world_size // shards
+            )
+        else:
+            placed[name] = ParameterPlacement(reduce_axis="data_parallel", num_copies=world_size)
+    return placed

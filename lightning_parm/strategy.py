@@ -1,0 +1,367 @@
+"""ParmStrategy: trains a LightningModule with MoE layers over data, model, expert and expert-sharding parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.optim import Optimizer
+
+from lightning_parm import checkpoint as sharded
+from lightning_parm.gradients import GradientReducer, global_norm
+from lightning_parm.moe import Topology
+from lightning_parm.placement import ParameterPlacement, moe_layers, place_parameters
+
+
+class ParmStrategy(DDPStrategy):
+    """Trains MoE models under Parm's communication schedules; a dense model trains as under ``ddp``.
+
+    Every :class:`~lightning_parm.MoE` layer of the LightningModule is found and cut over the ranks; dense layers are
+    cut over a tensor-parallel group where the module has a ``tensor_parallel_plan`` or does it in ``configure_model``
+    with ``self.device_mesh["tensor_parallel"]``. Nothing of this shows in the user's code.
+
+    Args:
+        tensor_parallel_size: N_MP, ranks that share the dense layers and hold the same tokens.
+        expert_parallel_size: N_EP, ranks over which whole experts are spread. ``"auto"`` takes the largest size that
+            divides the ranks left and the number of experts of every layer.
+        expert_shard_size: N_ESP, ranks over which the hidden dim of each expert is cut. ``"auto"`` takes N_MP.
+        schedule: Where communication is placed, the same for every layer.
+        transport: How rows travel to the shards of an expert.
+        chunks: Pieces in which a layer's rows travel, so that communication and computation overlap.
+        save_distributed_checkpoint: Write a directory with every rank's part instead of one file gathered on rank 0.
+        process_group_backend: Backend of the default process group; None takes the device's own.
+        timeout: How long a collective may take before its rank gives up.
+        start_method: How processes are started.
+        bucket_size_bytes: Gradients are averaged in buckets of this size while backward runs.
+
+    Raises:
+        ValueError: If the sizes do not multiply to the number of ranks; in the Trainer's constructor, before any
+            process is started.
+
+    Example:
+        >>> import lightning as L
+        >>> trainer = L.Trainer(
+        ...     strategy=ParmStrategy(tensor_parallel_size=2), accelerator="cpu", devices=4, logger=False
+        ... )
+        >>> trainer.strategy.tensor_parallel_size
+        2
+    """
+
+    strategy_name = "parm"
+
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        expert_parallel_size: int | Literal["auto"] = "auto",
+        expert_shard_size: int | Literal["auto"] = "auto",
+        schedule: Literal["auto", "baseline", "plain", "s1", "s2"] = "auto",
+        transport: Literal["auto", "fused", "two_hop"] = "auto",
+        chunks: int | Literal["auto"] = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        bucket_size_bytes: int = 25 * 2**20,
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
+        self.tensor_parallel_size = tensor_parallel_size
+        self.expert_parallel_size = expert_parallel_size
+        self.expert_shard_size = expert_shard_size
+        self.schedule = schedule
+        self.transport = transport
+        self.chunks = chunks
+        self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._bucket_size_bytes = bucket_size_bytes
+        self._topology: Topology | None = None
+        self._placements: dict[str, ParameterPlacement] = {}
+        self._reducer: GradientReducer | None = None
+        self._reduce_gradients = True
+
+    # ---------------------------------------------------------------- sizes and processes
+
+    @property
+    def topology(self) -> Topology:
+        """Sizes and groups of the run.
+
+        Raises:
+            RuntimeError: Before the processes have been set up.
+        """
+        if self._topology is None:
+            raise RuntimeError(
+                "strategy.topology exists once the Trainer has set up its processes: read it in configure_model() or "
+                "later, inside trainer.fit, validate, test or predict."
+            )
+        return self._topology
+
+    def _resolve(self, world_size: int, rank: int) -> Topology:
+        module = self.lightning_module
+        return Topology.resolve(
+            world_size,
+            rank,
+            self.tensor_parallel_size,
+            self.expert_parallel_size,
+            self.expert_shard_size,
+            num_experts=[layer.num_experts for _, layer in moe_layers(module)] if module is not None else (),
+        )
+
+    def _configure_launcher(self) -> None:
+        self._resolve(self.num_nodes * self.num_processes, rank=0)  # wrong sizes fail in the Trainer's constructor
+        super()._configure_launcher()
+
+    @property
+    def launcher(self) -> _Launcher | None:
+        """The launcher; Lightning asks for it last before it starts processes, so sizes are checked here."""
+        if self.lightning_module is not None and self._topology is None:
+            self._resolve(self.num_nodes * self.num_processes, rank=0)
+        return self._launcher
+
+    def setup_environment(self) -> None:
+        """Start the process groups, and give the module its ``device_mesh``."""
+        super().setup_environment()
+        self._topology = self._resolve(self.world_size, self.global_rank)
+        module = self.lightning_module
+        if module is not None:
+            module._device_mesh = self._topology.dense_mesh(self.root_device.type)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Data-parallel size and rank: the ranks of a tensor-parallel group read the same batches."""
+        if self._topology is None:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": self._topology.data_parallel_size, "rank": self._topology.data_parallel_rank}
+
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any | None = "mean") -> Tensor:
+        """Reduce over ``group``, by default over data-parallel ranks: tensor-parallel peers hold duplicates."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if group is None and self.topology.tensor_parallel_size > 1:
+            group = self.topology.group("data_parallel")
+            if group is None:
+                return tensor
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    # ---------------------------------------------------------------- the model
+
+    def _parallelize(self) -> None:
+        """Cut the model over the ranks; the second call of a run finds nothing left to do."""
+        module, topology = self.lightning_module, self.topology
+        assert module is not None
+        for _, layer in moe_layers(module):
+            if topology.world_size > 1 and layer.topology != topology:
+                layer.parallelize(topology, self.schedule, self.transport, self.chunks)
+        sharded_already = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        if topology.tensor_parallel_size > 1 and not sharded_already:
+            plan = getattr(module, "tensor_parallel_plan", None)
+            if plan:
+                mesh = topology.dense_mesh(self.root_device.type)["tensor_parallel"]
+                parallelize_module(module, mesh, plan() if callable(plan) else plan)
+            else:
+                dense = sum(p.numel() for p in module.parameters()) - sum(
+                    p.numel() for _, layer in moe_layers(module) for p in layer.parameters()
+                )
+                rank_zero_warn(
+                    f"tensor_parallel_size={topology.tensor_parallel_size}, but the module has no "
+                    f"tensor_parallel_plan: its {dense:,} dense parameters are replicated, and each of the "
+                    f"{topology.tensor_parallel_size} ranks computes all of every dense layer. Give the module a "
+                    "tensor_parallel_plan, or set tensor_parallel_size=1."
+                )
+        self._placements = place_parameters(module, topology, self.root_device.type)
+
+    def setup(self, trainer: Any) -> None:
+        """Cut the model, make replicas equal, and build optimizers and gradient buckets."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._parallelize()
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self._synchronize_replicas()
+        if fitting:
+            if self._reducer is not None:
+                self._reducer.remove()
+            axes = ("data_parallel", "expert_data_parallel")
+            self._reducer = GradientReducer(
+                self._placed(self.lightning_module),
+                {axis: self.topology.group(axis) for axis in axes},
+                self._bucket_size_bytes,
+            )
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _placed(self, module: nn.Module | None) -> list[tuple[nn.Parameter, ParameterPlacement]]:
+        assert module is not None
+        return [(parameter, self._placements[name]) for name, parameter in module.named_parameters()]
+
+    def _synchronize_replicas(self) -> None:
+        """Make replicas equal whatever the ranks' seeds: each takes the values of the first rank that holds them."""
+        if self.topology.world_size == 1:
+            return
+        module = self.lightning_module
+        assert module is not None
+        by_axis: dict[str, list[Tensor]] = {}
+        for parameter, placement in self._placed(module):
+            if placement.reduce_axis is not None:
+                shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                by_axis.setdefault(placement.reduce_axis, []).append(shard.detach())
+                if placement.num_copies == self.topology.world_size:
+                    by_axis.setdefault("tensor_parallel", []).append(shard.detach())
+        replicated = [b for b in module.buffers() if not isinstance(b, DTensor)]
+        for axis in ("tensor_parallel", "data_parallel"):
+            by_axis.setdefault(axis, []).extend(replicated)
+        for axis in ("tensor_parallel", "data_parallel", "expert_data_parallel"):
+            group = self.topology.group(axis)
+            if group is not None and by_axis.get(axis):
+                source = dist.get_global_rank(group, 0)
+                for tensor in by_axis[axis]:
+                    dist.broadcast(tensor, source, group=group)
+        if self.topology.tensor_parallel_size > 1:
+            # Peers hold the same activations, so they must draw the same dropout masks.
+            torch.manual_seed(self.broadcast(torch.initial_seed()) + self.topology.data_parallel_rank)
+
+    # ---------------------------------------------------------------- gradients
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward, with gradients averaged over ranks before ``on_after_backward`` returns them to the user."""
+        assert self.lightning_module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        reducer = self._reducer if self._reduce_gradients else None
+        if reducer is not None:
+            reducer.start()
+        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        if reducer is not None:
+            reducer.finish()
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Within it gradients stay local and add up, for accumulation and manual optimisation."""
+        before, self._reduce_gradients = self._reduce_gradients, False
+        try:
+            yield
+        finally:
+            self._reduce_gradients = before
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision plugin, clipping by the norm of the whole model instead of this rank's part."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = precision_plugin
+        if precision_plugin is not None:
+            precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    def setup_precision_plugin(self) -> None:
+        """Connect the precision plugin; a gradient scaler must skip a step on all ranks or on none."""
+        plugin = self.precision_plugin
+        if isinstance(plugin, MixedPrecision) and isinstance(plugin.scaler, torch.amp.GradScaler):
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+            if not isinstance(plugin.scaler, ShardedGradScaler) and dist.is_initialized():
+                plugin.scaler = ShardedGradScaler(device=self.root_device.type, process_group=dist.group.WORLD)
+        super().setup_precision_plugin()
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Norm of the gradients of the whole model, equal on every rank; every rank must call it.
+
+        Args:
+            norm_type: Order of the norm, ``float("inf")`` for the largest absolute value.
+        """
+        return global_norm(self._placed(self.lightning_module), norm_type, self.root_device)
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if clip_val <= 0:
+            return
+        of_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        placed = [(p, placement) for p, placement in self._placed(self.lightning_module) if id(p) in of_optimizer]
+        factor = (clip_val / (global_norm(placed, device=self.root_device) + 1e-6)).clamp(max=1.0)
+        for parameter, _ in placed:
+            if parameter.grad is not None:
+                grad = parameter.grad
+                (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(factor.to(grad.dtype))
+
+    # ---------------------------------------------------------------- checkpoints
+
+    @property
+    def _sharded(self) -> bool:
+        return self._save_distributed_checkpoint and self.topology.world_size > 1
+
+    def _named(self, state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        return [(n, self._placements[n].as_dtensor(v) if n in self._placements else v) for n, v in state.items()]
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state: DTensors for a sharded checkpoint, else whole tensors on rank 0."""
+        assert self.lightning_module is not None
+        named = self._named(self.lightning_module.state_dict())
+        return dict(named) if self._sharded else sharded.full_tensors(named, keep=self.is_global_zero)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole or sharded tensors, keeping this rank's part."""
+        module = self.lightning_module
+        assert module is not None
+        own = module.state_dict()
+        cut = {
+            name: self._placements[name].as_local(value, own[name]) if name in self._placements else value
+            for name, value in checkpoint["state_dict"].items()
+        }
+        module.load_state_dict(cut, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state by parameter name, or as any strategy writes it when one file is written."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        assert self.lightning_module is not None
+        named = sharded.optimizer_state(optimizer, self.lightning_module, self._placements)
+        return named if self._sharded else sharded.by_position(named, keep=self.is_global_zero)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load whole or sharded states, keeping this rank's part."""
+        assert self.lightning_module is not None
+        like = dict(self._named(dict(self.lightning_module.named_parameters())))
+        for index, (optimizer, saved) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+            if "shards" in checkpoint:
+                saved = sharded.load_optimizer_tensors(checkpoint, index, like)
+            sharded.load_optimizer_state(optimizer, self.lightning_module, self._placements, saved)
+            _optimizer_to_device(optimizer, self.root_device)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Write a directory with every rank's part, or one file from rank 0."""
+        if self._sharded:
+            sharded.save_sharded(checkpoint, filepath, self.broadcast)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a file or a directory, whichever topology wrote it."""
+        self._parallelize()
+        path = Path(checkpoint_path)
+        if not sharded.is_sharded(path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
+        like = dict(self._named(self.lightning_module.state_dict()))
+        return sharded.load_sharded(path, like, weights_only)
