@@ -1,0 +1,268 @@
+"""Differentiable collectives over rows (dim 0), started now and waited for later, in forward and in backward alike.
+
+Every primitive is a pair of linear maps that are each other's transpose: the first docstring line says which collective
+runs in forward and which in backward. A group of ``None`` has one rank and makes every primitive the identity.
+
+Starting and waiting are two autograd nodes. Autograd runs nodes in the reverse of the order in which forward made
+them, so a forward that starts one exchange, computes, and then waits has a backward that does the same: waiting became
+starting. On CUDA an asynchronous collective runs on its communicator's own stream; launching makes that stream wait for
+the current one, waiting makes the current stream wait for it, and the process group keeps the tensors alive between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+Land = Callable[[], Tensor]
+Launch = Callable[[Tensor], tuple[Tensor, Land]]  # rows -> (a buffer in flight, how to wait for the result)
+
+
+class Pending:
+    """A collective in flight; ``wait()`` gives its result, differentiably.
+
+    Example:
+        >>> reduce(torch.ones(3), None).wait()
+        tensor([1., 1., 1.])
+    """
+
+    def __init__(self, buffer: Tensor, transfer: _Transfer | None = None) -> None:
+        self._buffer = buffer
+        self._transfer = transfer
+
+    def wait(self) -> Tensor:
+        """The result; blocks the host on gloo and only the current stream on NCCL."""
+        if self._transfer is None:
+            return self._buffer
+        result: Tensor = _Wait.apply(self._buffer, self._transfer)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Transfer:
+    """What runs in each direction, and how to wait for what is in flight."""
+
+    def __init__(self, forward: Launch, backward: Launch) -> None:
+        self.forward = forward
+        self.backward = backward
+        self.land: Land | None = None
+
+    def launch(self, launch: Launch, rows: Tensor) -> Tensor:
+        buffer, self.land = launch(rows.contiguous())
+        return buffer
+
+    def landed(self) -> Tensor:
+        assert self.land is not None, "waited for a collective that was never started"
+        land, self.land = self.land, None  # lets go of the buffers
+        return land()
+
+
+class _Start(torch.autograd.Function):
+    """Forward: start the collective; backward: wait for the one that ``_Wait`` started."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.launch(transfer.forward, rows)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.transfer.landed(), None
+
+
+class _Wait(torch.autograd.Function):
+    """Forward: wait for the collective; backward: start the opposite one."""
+
+    @staticmethod
+    def forward(ctx: Any, buffer: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer, ctx.shape = transfer, buffer.shape
+        return transfer.landed()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.transfer.launch(ctx.transfer.backward, gradient)
+        return gradient.new_zeros(()).expand(ctx.shape), None  # the real one travels in the transfer
+
+
+def _start(rows: Tensor, forward: Launch, backward: Launch) -> Pending:
+    transfer = _Transfer(forward, backward)
+    return Pending(_Start.apply(rows, transfer), transfer)  # type: ignore[no-untyped-call]
+
+
+def all_to_all(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Pending:
+    """Forward AlltoAll, ``send[i]`` rows to peer i; backward AlltoAll of the gradients the other way.
+
+    Args:
+        rows: ``(sum(send), ...)``, ordered by destination.
+        send: Rows for each peer.
+        receive: Rows from each peer; the result is ``(sum(receive), ...)``, ordered by source.
+        group: Peers.
+    """
+    if group is None:
+        return Pending(rows)
+    return _start(rows, _exchanging(send, receive, group), _exchanging(receive, send, group))
+
+
+def split(rows: Tensor, sizes: Sequence[int], group: Group) -> Pending:
+    """Forward this rank's slice of replicated rows; backward AllGather of the slices' gradients."""
+    if group is None:
+        return Pending(rows)
+    return _start(rows, _slicing(sizes, group), _gathering(sizes, group))
+
+
+def gather(rows: Tensor, sizes: Sequence[int], group: Group) -> Pending:
+    """Forward AllGather; backward this rank's slice, right where consumers are replicated over the group.
+
+    Args:
+        rows: ``(sizes[rank], ...)``.
+        sizes: Rows that each peer holds; the result is ``(sum(sizes), ...)``.
+        group: Peers whose gradients of the result are identical.
+    """
+    if group is None:
+        return Pending(rows)
+    return _start(rows, _gathering(sizes, group), _slicing(sizes, group))
+
+
+def gather_partial(rows: Tensor, sizes: Sequence[int], group: Group) -> Pending:
+    """Forward AllGather; backward ReduceScatter, for consumers that each see part of the gradient."""
+    if group is None:
+        return Pending(rows)
+    return _start(rows, _gathering(sizes, group), _scattering(sizes, group))
+
+
+def reduce_scatter(rows: Tensor, sizes: Sequence[int], group: Group) -> Pending:
+    """Forward ReduceScatter of partial sums, ``sizes[i]`` rows to peer i; backward AllGather."""
+    if group is None:
+        return Pending(rows)
+    return _start(rows, _scattering(sizes, group), _gathering(sizes, group))
+
+
+def reduce(rows: Tensor, group: Group) -> Pending:
+    """Forward AllReduce of partial sums; backward identity."""
+    if group is None:
+        return Pending(rows)
+    return _start(rows, _summing(group), _passing)
+
+
+def replicate(rows: Tensor, group: Group) -> Tensor:
+    """Forward identity; backward AllReduce, for what every peer uses on its own share of the tokens or weights."""
+    if group is None:
+        return rows
+    return _start(rows, _passing, _summing(group)).wait()
+
+
+def scale_gradient(rows: Tensor, factor: float) -> Tensor:
+    """Forward identity; backward multiplied by ``factor``.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> scale_gradient(x, 0.5).sum().backward()
+        >>> x.grad
+        tensor([0.5000, 0.5000])
+    """
+    if factor == 1.0:
+        return rows
+    return _start(rows, _passing, lambda gradient: (gradient, lambda: gradient * factor)).wait()
+
+
+def exchange_sizes(size: int, group: Group, device: torch.device) -> list[int]:
+    """How many rows every peer holds; one integer each, and one host sync on CUDA."""
+    if group is None:
+        return [size]
+    sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
+    dist.all_gather_single(sizes, torch.tensor([size], device=device), group=group)
+    return sizes.tolist()
+
+
+def sum_float32(parts: Sequence[Tensor]) -> Tensor:
+    """Sum of equally shaped tensors, accumulated in at least float32 and rounded once."""
+    if len(parts) == 1:
+        return parts[0]
+    dtype = parts[0].dtype
+    total = parts[0].to(torch.promote_types(dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
+
+
+def _passing(rows: Tensor) -> tuple[Tensor, Land]:
+    alias = rows.view_as(rows)  # autograd would take the input itself for a new tensor
+    return alias, lambda: alias
+
+
+def _exchanging(send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Launch:
+    def launch(rows: Tensor) -> tuple[Tensor, Land]:
+        buffer = rows.new_empty((sum(receive), *rows.shape[1:]))
+        work = dist.all_to_all_single(buffer, rows, list(receive), list(send), group=group, async_op=True)
+        return buffer, lambda: _landed(work, buffer, rows)
+
+    return launch
+
+
+def _slicing(sizes: Sequence[int], group: dist.ProcessGroup) -> Launch:
+    rank = dist.get_rank(group)
+    first = sum(sizes[:rank])
+
+    def launch(rows: Tensor) -> tuple[Tensor, Land]:
+        part = rows.narrow(0, first, sizes[rank])
+        return part, lambda: part
+
+    return launch
+
+
+def _gathering(sizes: Sequence[int], group: dist.ProcessGroup) -> Launch:
+    if len(set(sizes)) > 1:  # an uneven AllGather is an AlltoAll of whole buffers: the same bytes arrive
+        mine, peers = sizes[dist.get_rank(group)], len(sizes)
+        exchange = _exchanging([mine] * peers, sizes, group)
+        return lambda rows: exchange(rows.repeat(peers, *[1] * (rows.dim() - 1)))
+
+    def launch(rows: Tensor) -> tuple[Tensor, Land]:
+        buffer = rows.new_empty((sum(sizes), *rows.shape[1:]))
+        if not buffer.numel():
+            return buffer, lambda: buffer
+        work = dist.all_gather_single(buffer.view(-1), rows.view(-1), group=group, async_op=True)
+        return buffer, lambda: _landed(work, buffer, rows)
+
+    return launch
+
+
+def _scattering(sizes: Sequence[int], group: dist.ProcessGroup) -> Launch:
+    mine, peers = sizes[dist.get_rank(group)], len(sizes)
+    if len(set(sizes)) > 1:
+        exchange = _exchanging(sizes, [mine] * peers, group)
+
+        def launch_uneven(rows: Tensor) -> tuple[Tensor, Land]:
+            buffer, land = exchange(rows)
+            return buffer, lambda: sum_float32(land().chunk(peers)) if mine else land()
+
+        return launch_uneven
+
+    def launch(rows: Tensor) -> tuple[Tensor, Land]:
+        buffer = rows.new_empty((mine, *rows.shape[1:]))
+        if not buffer.numel():
+            return buffer, lambda: buffer
+        work = dist.reduce_scatter_single(buffer.view(-1), rows.view(-1), group=group, async_op=True)
+        return buffer, lambda: _landed(work, buffer, rows)
+
+    return launch
+
+
+def _summing(group: dist.ProcessGroup) -> Launch:
+    def launch(rows: Tensor) -> tuple[Tensor, Land]:
+        buffer = rows.clone()
+        if not buffer.numel():
+            return buffer, lambda: buffer
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        return buffer, lambda: _landed(work, buffer)
+
+    return launch
+
+
+def _landed(work: Any, buffer: Tensor, *alive: Tensor) -> Tensor:
+    """Wait for ``work``; taking the inputs as arguments keeps them alive for as long as it reads them."""
+    work.wait()
+    return buffer
