@@ -25,7 +25,7 @@ class ExpertLoad(Metric):
     - ``dead_experts`` ``(L,)``: experts without a token.
 
     Where layers have fewer experts than the largest, ``utilisation`` is NaN past the layer's own. A layer that saw no
-    token has utilisation 0.
+    token has utilisation 0. With one layer the ``(L,)`` results are 0-dim, as torchmetrics has it.
 
     Args:
         num_layers: Number of MoE layers L.
