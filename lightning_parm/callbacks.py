@@ -206,6 +206,13 @@ class ThroughputMonitor(Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the profiler as it was."""
+        self._detach()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave the profiler as it was; Lightning calls no teardown then."""
+        self._detach()
+
+    def _detach(self) -> None:
         if self._clock is not None:
             self._clock.detach()
             self._clock = None
@@ -268,6 +275,13 @@ class DataMonitor(Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Close the record."""
+        self._close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Close the record; Lightning calls no teardown then."""
+        self._close()
+
+    def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
