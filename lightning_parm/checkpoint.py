@@ -19,12 +19,12 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 from lightning_parm.placement import ParameterPlacement
 
 META = "meta.pt"
-T = TypeVar("T")
 
 
 def is_sharded(path: str | Path) -> bool:
@@ -41,7 +40,9 @@ def is_sharded(path: str | Path) -> bool:
     return folder.is_dir() and ((folder / META).is_file() or any(folder.glob("shards-*")))
 
 
-def save_sharded(checkpoint: dict[str, Any], path: str | Path, broadcast: Callable[[T], T]) -> None:
+def save_sharded(
+    checkpoint: dict[str, Any], path: str | Path, broadcast: Callable[[tuple[str, str]], tuple[str, str]]
+) -> None:
     """Write a Lightning checkpoint as a directory; every rank calls this.
 
     Args:
@@ -63,8 +64,9 @@ def save_sharded(checkpoint: dict[str, Any], path: str | Path, broadcast: Callab
             }
             for index, saved in enumerate(checkpoint["optimizer_states"])
         ]
-    path, shards = broadcast((str(path), f"shards-{uuid.uuid4().hex[:16]}"))  # type: ignore[arg-type]
-    folder = Path(path)
+    # one path for all ranks: a file name made of a metric may differ between them
+    target, shards = broadcast((str(path), f"shards-{uuid.uuid4().hex[:16]}"))
+    folder = Path(target)
     first = not dist.is_initialized() or dist.get_rank() == 0
     replaced = folder.with_name(f"{folder.stem}-replaced")
     if first:
@@ -149,8 +151,10 @@ def _load_tensors(shards: str, prefix: str, like: Callable[[str], Tensor | None]
         assert isinstance(stored, TensorStorageMetadata)
         wanted = like(name[len(prefix) :])
         dtype = stored.properties.dtype
-        cut_alike = isinstance(wanted, DTensor) and wanted.shape == stored.size
-        targets[name] = torch.empty_like(wanted, dtype=dtype) if cut_alike else torch.empty(stored.size, dtype=dtype)
+        if isinstance(wanted, DTensor) and wanted.shape == stored.size:
+            targets[name] = torch.empty_like(wanted, dtype=dtype)
+        else:
+            targets[name] = torch.empty(stored.size, dtype=dtype)
     dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
     return {name[len(prefix) :]: value for name, value in targets.items()}
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_parm.moe.topology import Axis
 from lightning_parm.placement import ParameterPlacement
 
 
@@ -105,15 +106,15 @@ class GradientReducer:
     def __init__(
         self,
         parameters: Iterable[tuple[nn.Parameter, ParameterPlacement]],
-        groups: dict[str, dist.ProcessGroup | None],
+        groups: dict[Axis, dist.ProcessGroup | None],
         bucket_size_bytes: int = 25 * 2**20,
     ) -> None:
         self._handles: list[Any] = []
         self._buckets: list[_Bucket] = []
         self._active = False
         self._next = 0
-        opened: dict[tuple[str, torch.dtype, torch.device], list[nn.Parameter]] = {}
-        closed: list[tuple[str, list[nn.Parameter]]] = []
+        opened: dict[tuple[Axis, torch.dtype, torch.device], list[nn.Parameter]] = {}
+        closed: list[tuple[Axis, list[nn.Parameter]]] = []
         for parameter, placement in reversed(list(parameters)):
             if not parameter.requires_grad:
                 continue
@@ -211,3 +212,20 @@ def global_norm(
     if dist.is_initialized():
         dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
     return total if infinite else total.pow(1.0 / norm_type)
+
+
+def clip_by_global_norm(
+    parameters: Sequence[tuple[nn.Parameter, ParameterPlacement]], max_norm: float, device: Any = "cpu"
+) -> Tensor:
+    """Scale all gradients by one factor, the same on every rank, so that their global norm is at most ``max_norm``.
+
+    Returns:
+        The norm before clipping, 0-dim.
+    """
+    norm = global_norm(parameters, device=device)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter, _ in parameters:
+        if parameter.grad is not None:
+            grad = _local(parameter.grad)
+            grad.mul_(factor.to(grad.dtype))
+    return norm

@@ -18,11 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lightning_parm.moe import MoE, Topology
+from lightning_parm.moe.topology import Axis
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class ParameterPlacement:
         placements: Placements on ``mesh``.
     """
 
-    reduce_axis: str | None
+    reduce_axis: Axis | None
     num_copies: int
     gradient_scale: float = 1.0
     mesh: DeviceMesh | None = None
@@ -125,3 +127,26 @@ def place_parameters(module: nn.Module, topology: Topology, device_type: str) ->
         else:
             placed[name] = ParameterPlacement(reduce_axis="data_parallel", num_copies=world_size)
     return placed
+
+
+def make_replicas_equal(module: nn.Module, placements: dict[str, ParameterPlacement], topology: Topology) -> None:
+    """Give every replica the values of the first rank that holds them, whatever the ranks' seeds; all ranks call it."""
+    replicated = [buffer for buffer in module.buffers() if not isinstance(buffer, DTensor)]
+    by_axis: dict[Axis, list[Tensor]] = {
+        "tensor_parallel": list(replicated),
+        "data_parallel": list(replicated),
+        "expert_data_parallel": [],
+    }
+    for name, parameter in module.named_parameters():
+        placement = placements[name]
+        if placement.reduce_axis is not None:
+            shard = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+            by_axis[placement.reduce_axis].append(shard)
+            if placement.num_copies == topology.world_size:
+                by_axis["tensor_parallel"].append(shard)
+    for axis, tensors in by_axis.items():
+        group = topology.group(axis)
+        if group is not None:
+            source = dist.get_global_rank(group, 0)
+            for tensor in tensors:
+                dist.broadcast(tensor, source, group=group)

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
@@ -26,9 +26,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
 
 from lightning_parm import checkpoint as sharded
-from lightning_parm.gradients import GradientReducer, global_norm
+from lightning_parm.gradients import GradientReducer, clip_by_global_norm, global_norm
 from lightning_parm.moe import Topology
-from lightning_parm.placement import ParameterPlacement, moe_layers, place_parameters
+from lightning_parm.moe.topology import Axis
+from lightning_parm.placement import ParameterPlacement, make_replicas_equal, moe_layers, place_parameters
 
 
 class ParmStrategy(DDPStrategy):
@@ -148,7 +149,7 @@ class ParmStrategy(DDPStrategy):
             return super().distributed_sampler_kwargs
         return {"num_replicas": self._topology.data_parallel_size, "rank": self._topology.data_parallel_rank}
 
-    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any | None = "mean") -> Tensor:
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce over ``group``, by default over data-parallel ranks: tensor-parallel peers hold duplicates."""
         if not isinstance(tensor, Tensor):
             return tensor
@@ -187,25 +188,28 @@ class ParmStrategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Cut the model, make replicas equal, and build optimizers and gradient buckets."""
+        module = self.lightning_module
         assert self.accelerator is not None
-        assert self.model is not None
+        assert module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._parallelize()
         if fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
+            self.model = self._layer_sync.apply(module)
+        self.model = self.precision_plugin.convert_module(self.model or module)
         self.model_to_device()
-        self._synchronize_replicas()
+        make_replicas_equal(module, self._placements, self.topology)
+        if self.topology.tensor_parallel_size > 1:
+            # Peers hold the same activations, so they must draw the same dropout masks.
+            torch.manual_seed(self.broadcast(torch.initial_seed()) + self.topology.data_parallel_rank)
         if fitting:
             if self._reducer is not None:
                 self._reducer.remove()
-            axes = ("data_parallel", "expert_data_parallel")
-            self._reducer = GradientReducer(
-                self._placed(self.lightning_module),
-                {axis: self.topology.group(axis) for axis in axes},
-                self._bucket_size_bytes,
-            )
+            groups: dict[Axis, dist.ProcessGroup | None] = {
+                "data_parallel": self.topology.group("data_parallel"),
+                "expert_data_parallel": self.topology.group("expert_data_parallel"),
+            }
+            self._reducer = GradientReducer(self._placed(module), groups, self._bucket_size_bytes)
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -215,32 +219,6 @@ class ParmStrategy(DDPStrategy):
     def _placed(self, module: nn.Module | None) -> list[tuple[nn.Parameter, ParameterPlacement]]:
         assert module is not None
         return [(parameter, self._placements[name]) for name, parameter in module.named_parameters()]
-
-    def _synchronize_replicas(self) -> None:
-        """Make replicas equal whatever the ranks' seeds: each takes the values of the first rank that holds them."""
-        if self.topology.world_size == 1:
-            return
-        module = self.lightning_module
-        assert module is not None
-        by_axis: dict[str, list[Tensor]] = {}
-        for parameter, placement in self._placed(module):
-            if placement.reduce_axis is not None:
-                shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                by_axis.setdefault(placement.reduce_axis, []).append(shard.detach())
-                if placement.num_copies == self.topology.world_size:
-                    by_axis.setdefault("tensor_parallel", []).append(shard.detach())
-        replicated = [b for b in module.buffers() if not isinstance(b, DTensor)]
-        for axis in ("tensor_parallel", "data_parallel"):
-            by_axis.setdefault(axis, []).extend(replicated)
-        for axis in ("tensor_parallel", "data_parallel", "expert_data_parallel"):
-            group = self.topology.group(axis)
-            if group is not None and by_axis.get(axis):
-                source = dist.get_global_rank(group, 0)
-                for tensor in by_axis[axis]:
-                    dist.broadcast(tensor, source, group=group)
-        if self.topology.tensor_parallel_size > 1:
-            # Peers hold the same activations, so they must draw the same dropout masks.
-            torch.manual_seed(self.broadcast(torch.initial_seed()) + self.topology.data_parallel_rank)
 
     # ---------------------------------------------------------------- gradients
 
@@ -295,15 +273,10 @@ class ParmStrategy(DDPStrategy):
         return global_norm(self._placed(self.lightning_module), norm_type, self.root_device)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        if clip_val <= 0:
-            return
-        of_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        placed = [(p, placement) for p, placement in self._placed(self.lightning_module) if id(p) in of_optimizer]
-        factor = (clip_val / (global_norm(placed, device=self.root_device) + 1e-6)).clamp(max=1.0)
-        for parameter, _ in placed:
-            if parameter.grad is not None:
-                grad = parameter.grad
-                (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(factor.to(grad.dtype))
+        if clip_val > 0:
+            of_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            placed = [entry for entry in self._placed(self.lightning_module) if id(entry[0]) in of_optimizer]
+            clip_by_global_norm(placed, clip_val, self.root_device)
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import pickle
 import tempfile
 import time
 import traceback
@@ -28,13 +29,15 @@ def _child(
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
-        outcome = (True, function(rank, world_size, *args))
+        message = pickle.dumps(
+            (True, function(rank, world_size, *args))
+        )  # tensors by value: this process is about to end
     except BaseException:
-        outcome = (False, traceback.format_exc())
+        message = pickle.dumps((False, traceback.format_exc()))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    connection.send(outcome)
+    connection.send_bytes(message)
     connection.close()
 
 
@@ -69,7 +72,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                 for reader in ready:
                     rank = readers[reader]
                     try:
-                        succeeded, value = reader.recv()
+                        succeeded, value = pickle.loads(reader.recv_bytes())
                     except EOFError:
                         raise RuntimeError(f"rank {rank} of {world_size} died without a result") from None
                     if not succeeded:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
@@ -217,7 +218,7 @@ class GPT(pl.LightningModule):
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits = self(batch["input_ids"], batch.get("position_ids"), batch.get("document_ids"))
-        return F.cross_entropy(logits.flatten(0, -2).float(), batch["labels"].flatten())
+        return F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Cross-entropy plus the auxiliary losses of the mixtures."""
@@ -247,7 +248,7 @@ class GPT(pl.LightningModule):
         done = min(1.0, (step - self.warmup_steps) / span)
         return 0.1 + 0.45 * (1.0 + math.cos(math.pi * done))
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW with weight decay on matrices only, warm-up and an optional cosine."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         vectors = [p for p in self.parameters() if p.dim() < 2]

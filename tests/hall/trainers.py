@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class ForkedEnvironment(ClusterEnvironment):
@@ -59,7 +59,7 @@ def make_trainer(rank: int, world_size: int, strategy: Any = "auto", **options: 
         devices=world_size,
         strategy=strategy,
         plugins=[ForkedEnvironment(rank, world_size)],
-        use_distributed_sampler=True,
+        use_distributed_sampler=False,
         **{**quiet, **options},
     )
 
@@ -78,6 +78,15 @@ class RandomTokens(Dataset):
         return {"input_ids": self.tokens[index, :-1], "labels": self.tokens[index, 1:]}
 
 
-def loader(length: int, batch_size: int, **options: Any) -> DataLoader:
-    """Batches of :class:`RandomTokens` in order; Lightning adds the distributed sampler."""
-    return DataLoader(RandomTokens(length, **options), batch_size=batch_size)
+class OrderedTokens(L.LightningDataModule):
+    """:class:`RandomTokens` in order: a global batch holds the same sequences on any number of data-parallel ranks."""
+
+    def __init__(self, length: int, global_batch: int) -> None:
+        super().__init__()
+        self.dataset = RandomTokens(length)
+        self.global_batch = global_batch
+
+    def train_dataloader(self) -> DataLoader:
+        replicas = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+        sampler = DistributedSampler(self.dataset, **replicas, shuffle=False)
+        return DataLoader(self.dataset, batch_size=self.global_batch // replicas["num_replicas"], sampler=sampler)

@@ -1,0 +1,137 @@
+"""A checkpoint written at any topology continues at any other, and a crash while saving loses nothing."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks
+from hall.models import small_gpt
+from hall.trainers import OrderedTokens, make_trainer
+
+from lightning_parm import ParmStrategy
+from lightning_parm.checkpoint import META
+from lightning_parm.models import GPT
+
+GLOBAL_BATCH = 8
+Sizes = dict[str, Any] | None
+TOPOLOGIES: dict[str, tuple[int, Sizes]] = {
+    "one process": (1, None),
+    "parm on one": (1, {}),
+    "dp4": (4, {"expert_parallel_size": 1}),
+    "dp2 mp2": (4, {"tensor_parallel_size": 2, "expert_parallel_size": 1, "expert_shard_size": 1}),
+    "ep4": (4, {"expert_parallel_size": 4}),
+    "ep2 esp2": (4, {"expert_parallel_size": 2, "expert_shard_size": 2}),
+    "mp2 ep2 esp2": (4, {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_shard_size": 2}),
+    "ep2 edp2": (4, {"expert_parallel_size": 2, "expert_shard_size": 1}),
+}
+
+
+def train(
+    rank: int, world_size: int, sizes: Sizes, steps: int, save_to: str | None, resume_from: str | None, **more: Any
+) -> list[float]:
+    strategy = "auto" if sizes is None else ParmStrategy(**sizes, **more)
+    trainer = make_trainer(rank, world_size, strategy, max_steps=steps, max_epochs=-1, gradient_clip_val=0.5)
+    model = small_gpt(torch.float64)
+    trainer.fit(model, OrderedTokens(80, GLOBAL_BATCH), ckpt_path=resume_from)
+    if save_to is not None:
+        trainer.save_checkpoint(save_to)
+    return model.losses
+
+
+def run(name: str, steps: int, save_to: str | None = None, resume_from: str | None = None, **more: Any) -> list[float]:
+    world_size, sizes = TOPOLOGIES[name]
+
+    def rank_main(rank: int, world_size: int) -> list[float]:
+        return train(rank, world_size, sizes, steps, save_to, resume_from, **more)
+
+    return run_ranks(world_size, rank_main)[0]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> list[float]:
+    return run("one process", 6)
+
+
+@pytest.fixture(scope="module", params=[n for n in TOPOLOGIES if n != "one process"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    path = str(tmp_path_factory.mktemp("saved") / "step=3.ckpt")
+    run(request.param, 3, save_to=path)
+    assert Path(path).is_dir() == (request.param != "parm on one")
+    return request.param, path
+
+
+@pytest.mark.parametrize("loaded_at", [n for n in TOPOLOGIES if n != "one process"])
+def test_training_continues_at_any_topology(saved: tuple[str, str], loaded_at: str, uninterrupted: list[float]) -> None:
+    losses = run(loaded_at, 6, resume_from=saved[1])
+    torch.testing.assert_close(losses, uninterrupted[3:], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("saved_at", ["dp4", "mp2 ep2 esp2"])
+def test_one_file_opens_without_the_strategy(saved_at: str, tmp_path: Path, uninterrupted: list[float]) -> None:
+    path = tmp_path / "whole.ckpt"
+    run(saved_at, 3, save_to=str(path), save_distributed_checkpoint=False)
+    assert path.is_file()
+    model = GPT.load_from_checkpoint(path)
+    rows = model.blocks[0].feed_forward.state_dict()
+    experts = next(value for name, value in rows.items() if value.dim() >= 3)
+    assert experts.shape[0] == 4
+    assert not torch.equal(experts[0], experts[1])
+    torch.testing.assert_close(run("one process", 6, resume_from=str(path)), uninterrupted[3:], rtol=0, atol=1e-9)
+    torch.testing.assert_close(run("ep4", 6, resume_from=str(path)), uninterrupted[3:], rtol=0, atol=1e-9)
+
+
+def test_a_ddp_checkpoint_continues_under_parm(tmp_path: Path, uninterrupted: list[float]) -> None:
+    path = str(tmp_path / "ddp.ckpt")
+
+    def under_ddp(rank: int, world_size: int) -> list[float]:
+        trainer = make_trainer(rank, world_size, "ddp", max_steps=3, max_epochs=-1, gradient_clip_val=0.5)
+        model = small_gpt(torch.float64)
+        trainer.fit(model, OrderedTokens(80, GLOBAL_BATCH))
+        trainer.save_checkpoint(path)
+        return model.losses
+
+    torch.testing.assert_close(run_ranks(2, under_ddp)[0], uninterrupted[:3], rtol=0, atol=1e-9)
+    continued = run("mp2 ep2 esp2", 6, resume_from=path)
+    torch.testing.assert_close(continued, uninterrupted[3:], rtol=0, atol=1e-9)
+
+
+def test_saving_again_replaces_the_shards_and_nothing_else_is_left(tmp_path: Path, uninterrupted: list[float]) -> None:
+    path = tmp_path / "last.ckpt"
+    run("ep4", 2, save_to=str(path))
+    run("ep4", 3, save_to=str(path))
+    assert sorted(entry.name.split("-")[0] for entry in path.iterdir()) == [META, "shards"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+    torch.testing.assert_close(run("ep4", 6, resume_from=str(path)), uninterrupted[3:], rtol=0, atol=1e-9)
+
+
+CRASHES = {  # where a rank is killed while it saves step 4 over step 3, and which of the two survives
+    "before the shards": ("torch.distributed.checkpoint.save", 3),
+    "while writing shards": ("torch.distributed.checkpoint.FileSystemWriter.write_data", 3),
+    "before the shards' metadata": ("torch.distributed.checkpoint.FileSystemWriter.finish", 3),
+    "before meta.pt": ("torch.save", 3),
+    "before meta.pt is in place": ("os.replace", 3),
+    "before the old shards are removed": ("shutil.rmtree", 4),
+}
+
+
+@pytest.mark.parametrize(("killed_at", "survivor"), CRASHES.values(), ids=CRASHES)
+def test_a_kill_while_saving_leaves_a_whole_checkpoint(
+    killed_at: str, survivor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: list[float]
+) -> None:
+    path, fresh = tmp_path / "last.ckpt", tmp_path / "new.ckpt"
+    run("ep4", 3, save_to=str(path))
+    with monkeypatch.context() as patch:
+        patch.setattr(killed_at, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(RuntimeError, match="died without a result"):
+            run("ep4", 4, save_to=str(path))
+        if survivor == 3:
+            with pytest.raises(RuntimeError, match="died without a result"):
+                run("ep4", 4, save_to=str(fresh))
+    continued = run("ep4", 6, resume_from=str(path))
+    torch.testing.assert_close(continued, uninterrupted[survivor:], rtol=0, atol=1e-9)
+    if any(fresh.glob("shards-*")):
+        with pytest.raises(AssertionError, match=r"new\.ckpt' is incomplete: it has no 'meta\.pt'"):
+            run("ep4", 6, resume_from=str(fresh))
