@@ -32,7 +32,7 @@ def tokenize(
     output: str,
     tokenizer: str | None = None,
     vocab_size: int = 4096,
-    train_on: list[str] | None = None,
+    train_on: str | list[str] | None = None,
     text_field: str = "text",
     end_of_text: str | None = None,
     errors: Errors = "strict",
@@ -66,7 +66,8 @@ def tokenize(
 
     Raises:
         ValueError: An input is missing, empty or unreadable, or ``output`` holds something else. Finished shards stay.
-        RuntimeError: The `tokenizers` library is missing, or another run is writing ``output``.
+        ModuleNotFoundError: The `tokenizers` library is missing.
+        TimeoutError: Another run is writing ``output`` and does not end.
     """
     require_tokenizers()
     if shard_bytes < 1 or (num_processes is not None and num_processes < 1):
@@ -263,7 +264,7 @@ def _alone_in(folder: Path, patience_seconds: float = 5.0) -> Iterator[None]:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(descriptor)
-                raise RuntimeError(f"another run is writing {folder}: wait for it, or name another output.") from None
+                raise TimeoutError(f"another run is writing {folder}: wait for it, or name another output.") from None
             time.sleep(0.1)
         os.close(descriptor)
     try:

@@ -25,10 +25,10 @@ def require_tokenizers() -> None:
     """Raise one sentence when the ``tokenizers`` library is missing.
 
     Raises:
-        RuntimeError: It is not installed.
+        ModuleNotFoundError: It is not installed.
     """
     if importlib.util.find_spec("tokenizers") is None:
-        raise RuntimeError("Tokenizing needs the tokenizers library: pip install 'lightning-parm[cli]'.")
+        raise ModuleNotFoundError("Tokenizing needs the tokenizers library: pip install 'lightning-parm[cli]'.")
 
 
 def load_tokenizer(content: str) -> Any:

@@ -307,7 +307,7 @@ def test_bad_options(tmp_path: Path, tokenizer: str) -> None:
 
 def test_missing_library_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=re.escape("pip install 'lightning-parm[cli]'")):
+    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'lightning-parm[cli]'")):
         tokenize(str(tmp_path), str(tmp_path / "out"))
 
 
@@ -351,7 +351,7 @@ def test_a_second_run_waits_and_then_says_so(tmp_path: Path, tokenizer: str, mon
     monkeypatch.setattr(tokenize_module, "_alone_in", lambda folder: alone(folder, patience_seconds=0.3))
     with (
         alone(tmp_path / "out.partial"),
-        pytest.raises(RuntimeError, match=r"another run is writing .*out\.partial: wait for it"),
+        pytest.raises(TimeoutError, match=r"another run is writing .*out\.partial: wait for it"),
     ):
         tokenize(str(source), str(tmp_path / "out"), tokenizer)
     assert tokenize(str(source), str(tmp_path / "out"), tokenizer)["documents"] == 5

@@ -1,0 +1,210 @@
+"""The command line: help at once, one clear sentence on bad input, tables for people and JSON for programs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from data.corpora import write_arrow
+
+from lightning_parm import cli
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_parm", *arguments]
+    environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    options = {"cwd": cwd, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        out, err = process.communicate(timeout=250)
+    finally:  # the ranks that Lightning started are of the same session
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def called(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run a command in this process and return its exit code and what it wrote."""
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(arguments)
+    output = capsys.readouterr()
+    return int(exit_info.value.code or 0), output.out, output.err
+
+
+def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ((), ("--help",), ("-h",)):
+        code, out, err = called(capsys, *arguments)
+        assert (code, err) == (0, "")
+        for command in ("fit", "validate", "test", "predict", "tokenize"):
+            assert re.search(rf"^  {command} ", out, re.MULTILINE)
+    assert called(capsys, "--version")[1].strip() == __import__("lightning_parm").__version__
+
+
+def test_every_listed_function_exists() -> None:
+    for _, module, function in cli._FUNCTIONS.values():
+        assert callable(getattr(__import__(module, fromlist=[function]), function))
+
+
+def test_help_comes_from_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = called(capsys, "tokenize", "--help")
+    assert code == 0
+    assert "usage: lightning-parm tokenize" in out
+    assert "a quoted glob pattern" in " ".join(out.split())
+    assert "--on_progress" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tokenise", "a"], r"'tokenise' is not a command; .* Did you mean 'tokenize'\?"),
+        (["bench"], r"'bench' is not a command; the commands are fit, "),
+        (["tokenize", "nosuch*.txt", "out"], r"'nosuch\*\.txt' matches no file"),
+        (["tokenize", "nosuch.txt", "out", "--errors", "ignore"], r"Expected a .*'strict', 'replace', 'skip'"),
+        (["tokenize"], "arguments are required: inputs, output"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, out, err = called(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert re.search(message, err), err
+    assert "Traceback" not in err
+
+
+def test_missing_extra_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = cli.importlib.util.find_spec
+    for missing in ("jsonargparse", "rich", "tokenizers"):
+        monkeypatch.setattr(
+            cli.importlib.util, "find_spec", lambda name, missing=missing: None if name == missing else found(name)
+        )
+        code, _, err = called(capsys, "tokenize", "a", "b")
+        assert code == 1
+        assert "pip install 'lightning-parm[cli]'" in err
+        assert err.count("\n") == 1
+
+
+def test_failures_of_the_world_are_code_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    (tmp_path / "file").touch()
+    code, _, err = called(capsys, "tokenize", str(tmp_path / "a.txt"), str(tmp_path / "file" / "below"))
+    assert code == 1
+    assert "Not a directory" in err or "File exists" in err
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_parm.data.tokenize.find_files", stop)
+    code, _, err = called(capsys, "tokenize", str(tmp_path / "a.txt"), str(tmp_path / "out"))
+    assert code == 130
+    assert "the same command goes on where it was" in err
+
+
+def test_tokenize_shows_a_table_or_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text("some text " * 20, encoding="utf-8")
+    out = str(tmp_path / "out")
+    code, text, progress = called(capsys, "tokenize", str(tmp_path / "*.txt"), out, "--vocab_size", "300")
+    assert code == 0
+    assert re.search(r"documents +3\b", text)
+    assert re.search(r"^tokenizing: .* \(100%\)$", progress, re.MULTILINE), "plain lines where there is no terminal"
+    assert "\x1b" not in text + progress
+    code, text, _ = called(capsys, "tokenize", str(tmp_path / "*.txt"), out, "--vocab_size", "300", "--json")
+    assert code == 0
+    result = json.loads(text)
+    assert result["documents"] == 3
+    assert result["kept_shards"] == result["shards"] == 1
+
+
+def test_a_list_of_inputs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("some text", encoding="utf-8")
+    inputs = json.dumps([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")])
+    code, out, _ = called(capsys, "tokenize", inputs, str(tmp_path / "out"), "--vocab_size=260", "--json")
+    assert code == 0
+    assert json.loads(out)["documents"] == 2
+
+
+def test_progress_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with cli._progress() as show:
+        for done in (0, 50, 100):
+            show("tokenizing", done, 100)
+    assert "tokenizing" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokens")
+    random = np.random.default_rng(0)
+    write_arrow(folder / "a.arrow", [random.integers(0, 60, 90).astype(np.uint16) for _ in range(40)], delimiter=0)
+    return folder
+
+
+SMALL = ["--data.sequence_length=16", "--data.batch_size=2", "--model.vocab_size=64", "--model.num_layers=1"]
+SMALL += ["--model.model_dim=16", "--model.hidden_dim=16", "--model.num_heads=2", "--model.num_experts=4"]
+
+
+def test_fit_on_two_ranks_then_validate_and_test_from_its_config(tmp_path: Path, tokens: Path) -> None:
+    config = {
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 2,
+            "strategy": "parm",
+            "max_steps": 2,
+            "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "log"}},
+            "enable_progress_bar": False,
+        },
+        "data": {"sources": str(tokens), "validation": str(tokens)},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    fit = run("fit", "--config=run.yaml", *SMALL, cwd=tmp_path)
+    assert fit.returncode == 0, fit.stderr
+    assert "`max_steps=2` reached" in fit.stderr + fit.stdout
+    assert "To prevent mistakes it is not recommended" not in fit.stderr
+    folder = tmp_path / "log" / "lightning_logs" / "version_0"
+    saved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    assert saved["model"]["class_path"] == "lightning_parm.models.GPT"
+    assert saved["data"]["class_path"] == "lightning_parm.TokenDataModule"
+    [checkpoint] = (folder / "checkpoints").iterdir()
+    again = run("fit", f"--config={folder / 'config.yaml'}", f"--ckpt_path={checkpoint}", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    del saved["ckpt_path"]
+    saved["trainer"]["devices"] = 1
+    (tmp_path / "validate.yaml").write_text(yaml.safe_dump(saved), encoding="utf-8")
+    validate = run("validate", "--config=validate.yaml", f"--ckpt_path={checkpoint}", cwd=tmp_path)
+    assert validate.returncode == 0, validate.stderr
+    assert "val_loss" in validate.stdout
+
+
+def test_a_users_own_classes(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel\n"
+        "class Mine(BoringModel):\n    def __init__(self, size: int = 32):\n        super().__init__()\n"
+        "        assert size == 5\n",
+        encoding="utf-8",
+    )
+    arguments = ["fit", "--model=mine.Mine", "--model.size=5", "--data=mine.BoringDataModule", "--trainer.logger=false"]
+    arguments += ["--trainer.fast_dev_run=1", "--trainer.accelerator=cpu", "--trainer.strategy=parm"]
+    outcome = run(*arguments, "--trainer.devices=1", cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+
+
+def test_bad_trainer_arguments_are_code_2() -> None:
+    outcome = run("fit", "--trainer.strategy=lightning_parm.ParmStrategy", "--trainer.strategy.schedule=s9")
+    assert outcome.returncode == 2
+    assert "Traceback" not in outcome.stderr
+    assert "s9" in outcome.stderr
