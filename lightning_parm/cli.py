@@ -121,7 +121,7 @@ def _run_function(command: str, arguments: list[str]) -> None:
     parser = ArgumentParser(prog=f"{_PROGRAM} {command}")
     parser.add_function_arguments(function, as_positional=True, skip={"on_progress"})
     parser.add_argument("--json", action="store_true", help="print the result as JSON on one line")
-    values = parser.parse_args(arguments).as_dict()
+    values = parser.parse_args([_underscored(argument) for argument in arguments]).as_dict()
     as_json = values.pop("json")
     try:
         if command == "tokenize":
@@ -142,6 +142,14 @@ def _run_function(command: str, arguments: list[str]) -> None:
 
     render = getattr(module, "render", _table)
     Console().print(render(result))
+
+
+def _underscored(argument: str) -> str:
+    """Let the words of an option be joined either way: ``--train-vocab-size`` is ``--train_vocab_size``."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
 
 
 def _table(result: dict[str, Any]) -> Any:

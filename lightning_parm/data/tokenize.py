@@ -31,7 +31,7 @@ def tokenize(
     inputs: str | list[str],
     output: str,
     tokenizer: str | None = None,
-    vocab_size: int = 4096,
+    train_vocab_size: int = 4096,
     train_on: str | list[str] | None = None,
     text_field: str = "text",
     end_of_text: str | None = None,
@@ -50,7 +50,7 @@ def tokenize(
         inputs: A file, a folder (all files below it), a quoted glob pattern, or a list of these.
         output: The folder to make. It appears when every document is in it.
         tokenizer: A tokenizer's JSON as the `tokenizers` library saves it. Without one, a byte-level BPE is trained.
-        vocab_size: Size of the trained BPE's vocabulary.
+        train_vocab_size: Size of the trained BPE's vocabulary.
         train_on: What to train the BPE on, given like ``inputs`` and by default the same.
         text_field: The JSON field or Parquet column that holds the text.
         end_of_text: The token that ends a document; by default the tokenizer's own, such as ``<|endoftext|>``. Its id
@@ -77,7 +77,7 @@ def tokenize(
     files = _outside(find_files(inputs), target, partial)
     shards = cut(files, shard_bytes)
     learn_from = [] if tokenizer else _outside(find_files(train_on), target, partial) if train_on else files
-    training = None if tokenizer else _sha256([vocab_size, end_of_text, *map(os.path.realpath, learn_from)])
+    training = None if tokenizer else _sha256([train_vocab_size, end_of_text, *map(os.path.realpath, learn_from)])
     report = on_progress or (lambda stage, done, total: None)
 
     def recipe_from(folder: Path) -> Recipe | None:
@@ -97,7 +97,7 @@ def tokenize(
             partial.rmdir()
             return _existing(target, recipe_from(target), shards)
         if training is not None and recipe_from(partial) is None:
-            content = _train(cut(learn_from, shard_bytes), vocab_size, end_of_text, text_field, errors, report)
+            content = _train(cut(learn_from, shard_bytes), train_vocab_size, end_of_text, text_field, errors, report)
             _replace(partial / "tokenizer.json", content)
             _replace(partial / _SUMMARY, json.dumps({"training": training}))
         recipe = recipe_from(partial)

@@ -125,7 +125,7 @@ def test_result_does_not_depend_on_processes(tmp_path: Path) -> None:
     sums = []
     for processes in (1, 3):
         out = tmp_path / f"out{processes}"
-        tokenize(str(tmp_path / "in.jsonl"), str(out), vocab_size=350, shard_bytes=9_000, num_processes=processes)
+        tokenize(str(tmp_path / "in.jsonl"), str(out), train_vocab_size=350, shard_bytes=9_000, num_processes=processes)
         sums.append((checksums(out), (out / "tokenizer.json").read_text(encoding="utf-8")))
     assert sums[0] == sums[1]
     assert len(sums[0][0]) > 3
@@ -135,30 +135,30 @@ def test_train_on_other_text_gives_one_tokenizer_for_two_sources(tmp_path: Path)
     a = write_jsonl(tmp_path / "a.jsonl", documents(40, seed=1))
     b = write_jsonl(tmp_path / "b.jsonl", documents(40, seed=2))
     both = [str(a), str(b)]
-    first = tokenize(both[0], str(tmp_path / "a"), vocab_size=300, train_on=both)
-    second = tokenize(both[1], str(tmp_path / "b"), vocab_size=300, train_on=both)
+    first = tokenize(both[0], str(tmp_path / "a"), train_vocab_size=300, train_on=both)
+    second = tokenize(both[1], str(tmp_path / "b"), train_vocab_size=300, train_on=both)
     assert first["tokenizer_sha256"] == second["tokenizer_sha256"]
     assert first["digest"] != second["digest"]
 
 
 def test_running_again_does_nothing_and_other_options_are_refused(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", documents(50))
-    first = tokenize(str(source), str(tmp_path / "out"), vocab_size=300)
+    first = tokenize(str(source), str(tmp_path / "out"), train_vocab_size=300)
     before = {f: f.stat().st_mtime_ns for f in (tmp_path / "out").iterdir()}
-    again = tokenize(str(source), str(tmp_path / "out"), vocab_size=300)
+    again = tokenize(str(source), str(tmp_path / "out"), train_vocab_size=300)
     assert again == first | {"kept_shards": first["shards"]}
     assert before == {f: f.stat().st_mtime_ns for f in (tmp_path / "out").iterdir()}
     with pytest.raises(ValueError, match="not made from these inputs with these options"):
-        tokenize(str(source), str(tmp_path / "out"), vocab_size=310)
+        tokenize(str(source), str(tmp_path / "out"), train_vocab_size=310)
     write_jsonl(source, documents(51))
     with pytest.raises(ValueError, match="name another output, or remove it"):
-        tokenize(str(source), str(tmp_path / "out"), vocab_size=300)
+        tokenize(str(source), str(tmp_path / "out"), train_vocab_size=300)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep me", encoding="utf-8")
     with pytest.raises(ValueError, match="not made from these inputs"):
-        tokenize(str(source), str(tmp_path / "mine"), vocab_size=300)
+        tokenize(str(source), str(tmp_path / "mine"), train_vocab_size=300)
     with pytest.raises(ValueError, match="is a file, and the output must be a folder"):
-        tokenize(str(source), str(source), vocab_size=300)
+        tokenize(str(source), str(source), train_vocab_size=300)
 
 
 CRASH = """
@@ -175,7 +175,8 @@ if sys.argv[5] == "number":
         if "shard-00002" in str(target):
             os.kill(os.getpid(), signal.SIGKILL)
     module.Path.rename = killed
-tokenize(sys.argv[1], sys.argv[2], vocab_size=350, shard_bytes=int(sys.argv[3]), num_processes=2, on_progress=stop)
+options = {"train_vocab_size": 350, "shard_bytes": int(sys.argv[3]), "num_processes": 2}
+tokenize(sys.argv[1], sys.argv[2], on_progress=stop, **options)
 """
 
 
@@ -190,11 +191,13 @@ def test_kill_and_resume(tmp_path: Path, moment: float | str) -> None:
     assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists(), "an output that exists is complete"
     bpe = (tmp_path / "out.partial" / "tokenizer.json").read_bytes()
-    summary = tokenize(str(source), str(tmp_path / "out"), vocab_size=350, shard_bytes=shard_bytes, num_processes=2)
+    summary = tokenize(
+        str(source), str(tmp_path / "out"), train_vocab_size=350, shard_bytes=shard_bytes, num_processes=2
+    )
     assert summary["kept_shards"] > (11 if moment == "number" else 0)
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == bpe
     assert texts_of(tmp_path / "out") == texts
-    tokenize(str(source), str(tmp_path / "whole"), vocab_size=350, shard_bytes=shard_bytes)
+    tokenize(str(source), str(tmp_path / "whole"), train_vocab_size=350, shard_bytes=shard_bytes)
     assert checksums(tmp_path / "out") == checksums(tmp_path / "whole")
     assert {f.name for f in (tmp_path / "out").iterdir()} == {f.name for f in (tmp_path / "whole").iterdir()}
 
@@ -302,7 +305,7 @@ def test_bad_options(tmp_path: Path, tokenizer: str) -> None:
     with pytest.raises(ValueError, match="has no token <end>; name the one that ends a document"):
         tokenize(str(source), out, tokenizer, end_of_text="<end>")
     with pytest.raises(ValueError, match="vocab_size=100 is below 257"):
-        tokenize(str(source), out, vocab_size=100)
+        tokenize(str(source), out, train_vocab_size=100)
 
 
 def test_missing_library_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,12 +116,12 @@ def test_tokenize_shows_a_table_or_json(capsys: pytest.CaptureFixture[str], tmp_
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text("some text " * 20, encoding="utf-8")
     out = str(tmp_path / "out")
-    code, text, progress = called(capsys, "tokenize", str(tmp_path / "*.txt"), out, "--vocab_size", "300")
+    code, text, progress = called(capsys, "tokenize", str(tmp_path / "*.txt"), out, "--train-vocab-size", "300")
     assert code == 0
     assert re.search(r"documents +3\b", text)
     assert re.search(r"^tokenizing: .* \(100%\)$", progress, re.MULTILINE), "plain lines where there is no terminal"
     assert "\x1b" not in text + progress
-    code, text, _ = called(capsys, "tokenize", str(tmp_path / "*.txt"), out, "--vocab_size", "300", "--json")
+    code, text, _ = called(capsys, "tokenize", str(tmp_path / "*.txt"), out, "--train-vocab-size", "300", "--json")
     assert code == 0
     result = json.loads(text)
     assert result["documents"] == 3
@@ -132,7 +132,7 @@ def test_a_list_of_inputs(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text("some text", encoding="utf-8")
     inputs = json.dumps([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")])
-    code, out, _ = called(capsys, "tokenize", inputs, str(tmp_path / "out"), "--vocab_size=260", "--json")
+    code, out, _ = called(capsys, "tokenize", inputs, str(tmp_path / "out"), "--train-vocab-size=260", "--json")
     assert code == 0
     assert json.loads(out)["documents"] == 2
 
