@@ -5,13 +5,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from data.corpora import write_arrow
 from distributed import run_ranks
 from hall.models import small_gpt
-from hall.trainers import OrderedTokens, make_trainer
+from hall.trainers import make_trainer
 
-from lightning_parm import ParmStrategy
+from lightning_parm import ParmStrategy, TokenDataModule
 from lightning_parm.checkpoint import META
 from lightning_parm.models import GPT
 
@@ -29,13 +31,31 @@ TOPOLOGIES: dict[str, tuple[int, Sizes]] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two hundred documents of random tokens; the ranks are forked, so they see the folder's name."""
+    global CORPUS
+    random = np.random.default_rng(3)
+    documents = [random.integers(0, 32, length).astype(np.uint16) for length in random.integers(1, 40, 200)]
+    CORPUS = str(write_arrow(tmp_path_factory.mktemp("corpus") / "tokens.arrow", documents))
+    return CORPUS
+
+
+CORPUS = ""
+
+
+def data(replicas: int) -> TokenDataModule:
+    return TokenDataModule(CORPUS, sequence_length=8, batch_size=GLOBAL_BATCH // replicas, num_logical_shards=8)
+
+
 def train(
     rank: int, world_size: int, sizes: Sizes, steps: int, save_to: str | None, resume_from: str | None, **more: Any
 ) -> list[float]:
     strategy = "auto" if sizes is None else ParmStrategy(**sizes, **more)
     trainer = make_trainer(rank, world_size, strategy, max_steps=steps, max_epochs=-1, gradient_clip_val=0.5)
     model = small_gpt(torch.float64)
-    trainer.fit(model, OrderedTokens(80, GLOBAL_BATCH), ckpt_path=resume_from)
+    replicas = world_size // (sizes or {}).get("tensor_parallel_size", 1)
+    trainer.fit(model, data(replicas), ckpt_path=resume_from)
     if save_to is not None:
         trainer.save_checkpoint(save_to)
     return model.losses
@@ -89,7 +109,7 @@ def test_a_ddp_checkpoint_continues_under_parm(tmp_path: Path, uninterrupted: li
     def under_ddp(rank: int, world_size: int) -> list[float]:
         trainer = make_trainer(rank, world_size, "ddp", max_steps=3, max_epochs=-1, gradient_clip_val=0.5)
         model = small_gpt(torch.float64)
-        trainer.fit(model, OrderedTokens(80, GLOBAL_BATCH))
+        trainer.fit(model, data(world_size))
         trainer.save_checkpoint(path)
         return model.losses
 
