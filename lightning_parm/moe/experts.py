@@ -130,9 +130,29 @@ def _as_it_is(weight: Tensor) -> Tensor:
     return weight
 
 
+class _SwiGLU(torch.autograd.Function):
+    """Forward ``silu(gate) * up``; backward into one buffer, keeping only the input."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        gate, up = hidden.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (hidden,) = ctx.saved_tensors
+        gate, up = hidden.chunk(2, -1)
+        result = torch.empty_like(hidden)
+        of_gate, of_up = result.chunk(2, -1)
+        torch.mul(F.silu(gate), gradient, out=of_up)
+        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
+        return result
+
+
 def _swiglu(hidden: Tensor) -> Tensor:
-    gate, up = hidden.chunk(2, -1)
-    return F.silu(gate) * up
+    result: Tensor = _SwiGLU.apply(hidden)  # type: ignore[no-untyped-call]
+    return result
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -153,8 +173,43 @@ def grouped_product(rows: Tensor, weight: Tensor, per_expert: Sequence[int]) -> 
         >>> grouped_product(torch.ones(3, 1), weight, [1, 2]).flatten()
         tensor([2., 3., 3.])
     """
-    out: Tensor = _SegmentedProduct.apply(rows, weight, per_expert)  # type: ignore[no-untyped-call]
+    product = _GroupedKernel if _has_kernel(rows, weight) else _SegmentedProduct
+    out: Tensor = product.apply(rows, weight, per_expert)  # type: ignore[no-untyped-call]
     return out
+
+
+def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
+    """``grouped_mm`` needs a GPU with bfloat16 tensor cores, and rows of all factors at multiples of 16 bytes."""
+    return (
+        rows.is_cuda
+        and rows.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+        and weight.shape[1] % 8 == weight.shape[2] % 8 == 0
+        and rows.shape[0] > 0
+    )
+
+
+class _GroupedKernel(torch.autograd.Function):
+    """Forward and backward as :class:`_SegmentedProduct`, all experts in one ``grouped_mm`` each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, per_expert: Sequence[int]) -> Tensor:
+        ends = torch.tensor([*accumulate(per_expert)], dtype=torch.int32).to(rows.device, non_blocking=True)
+        ctx.save_for_backward(rows, weight, ends)
+        ctx.idle = [expert for expert, count in enumerate(per_expert) if not count]
+        return F.grouped_mm(rows, weight.mT, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight, ends = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        row_gradient = F.grouped_mm(gradient, weight, offs=ends) if ctx.needs_input_grad[0] else None
+        weight_gradient = None
+        if ctx.needs_input_grad[1]:
+            weight_gradient = F.grouped_mm(gradient.t(), rows, offs=ends)
+            for expert in ctx.idle:  # no kernel promises to write the product of nothing
+                weight_gradient[expert].zero_()
+        return row_gradient, weight_gradient, None
 
 
 class _SegmentedProduct(torch.autograd.Function):

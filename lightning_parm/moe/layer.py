@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from lightning_parm.moe.experts import Activation, Experts
 from lightning_parm.moe.routers import Router, RouterKind
+from lightning_parm.moe.routing import DropPolicy
 from lightning_parm.moe.schedules import Outcome, Schedule, Transport, run_schedule
 from lightning_parm.moe.topology import Topology
+
+BalanceScope = Literal["micro_batch", "global_batch"]
 
 
 class MoE(nn.Module):
@@ -32,7 +35,19 @@ class MoE(nn.Module):
         balance_loss_weight: Of the load-balancing loss in ``auxiliary_loss``.
         z_loss_weight: Of the router's z-loss in ``auxiliary_loss``.
         sequence_parallel: Whether every mp peer holds its own share of the tokens instead of all of them.
-        bias: Whether experts have biases.
+        expert_bias: Whether experts have biases.
+        normalize_weights: Whether a token's k weights are scaled to sum to 1.
+        weight_scale: Factor on all weights.
+        num_router_groups: Groups of experts of which a token uses ``num_chosen_groups``.
+        num_chosen_groups: Groups a token may use.
+        jitter: Relative noise on the router's input while training.
+        drop_policy: Which choices go beyond an expert's capacity: the later in ``"position"``, or those of lower
+            ``"probability"``.
+        balance_scope: Over which tokens the load of the balance loss is taken: this rank's (with its mp peers) in a
+            ``"micro_batch"``, or all ranks' in the ``"global_batch"``.
+        static_shapes: With a capacity, pad every expert to it instead of exchanging counts: no host sync, more rows.
+            All ranks must then always hold equally many tokens.
+        recompute: Whether the experts' hidden rows are computed again in backward instead of kept.
         device: Where the parameters are made.
         dtype: Their type.
 
@@ -43,7 +58,8 @@ class MoE(nn.Module):
         chunks: Parts in flight together, or ``"auto"``.
         topology: Where the experts are.
         auxiliary_loss: Of the last forward; to be added to the loss.
-        tokens_per_expert: ``(E,)``, detached; its sum over all ranks counts the rows routed to each expert.
+        tokens_per_expert: ``(E,)``, detached; its sum over all ranks counts the tokens that chose each expert.
+        dropped_share: Of this rank's choices in the last forward, what capacity cut off; 0-dim, detached.
 
     Example:
         >>> layer = MoE(model_dim=8, hidden_dim=16, num_experts=4, balance_loss_weight=0.01)
@@ -57,6 +73,7 @@ class MoE(nn.Module):
     """
 
     tokens_per_expert: Tensor
+    _load: Tensor
 
     def __init__(
         self,
@@ -71,11 +88,30 @@ class MoE(nn.Module):
         balance_loss_weight: float = 0.0,
         z_loss_weight: float = 0.0,
         sequence_parallel: bool = False,
-        bias: bool = False,
+        expert_bias: bool = False,
+        normalize_weights: bool = True,
+        weight_scale: float = 1.0,
+        num_router_groups: int = 1,
+        num_chosen_groups: int = 1,
+        jitter: float = 0.0,
+        drop_policy: DropPolicy = "position",
+        balance_scope: BalanceScope = "micro_batch",
+        static_shapes: bool = False,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"capacity_factor={capacity_factor} must be positive, or None to drop nothing.")
+        if static_shapes and (capacity_factor is None or router == "expert_choice"):
+            raise ValueError("static_shapes=True needs a capacity_factor, and a router by which tokens choose.")
+        for name, value, allowed in (
+            ("drop_policy", drop_policy, DropPolicy),
+            ("balance_scope", balance_scope, BalanceScope),
+        ):
+            if value not in get_args(allowed):
+                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(get_args(allowed))}.")
         self.model_dim = model_dim
         self.hidden_dim = hidden_dim
         self.num_experts = num_experts
@@ -83,19 +119,38 @@ class MoE(nn.Module):
         self.balance_loss_weight = balance_loss_weight
         self.z_loss_weight = z_loss_weight
         self.sequence_parallel = sequence_parallel
-        self.router = Router(model_dim, num_experts, top_k, router, device=device, dtype=dtype)
-        self.experts = Experts(model_dim, hidden_dim, num_experts, activation, bias, device, dtype)
-        self.shared_experts = (
-            Experts(model_dim, num_shared_experts * hidden_dim, 1, activation, bias, device, dtype)
-            if num_shared_experts
-            else None
+        self.capacity_factor = capacity_factor
+        self.drop_policy = drop_policy
+        self.balance_scope = balance_scope
+        self.static_shapes = static_shapes
+        self.recompute = recompute
+        self.router = Router(
+            model_dim,
+            num_experts,
+            top_k,
+            router,
+            normalize_weights,
+            weight_scale,
+            num_router_groups,
+            num_chosen_groups,
+            capacity_factor,
+            jitter,
+            device,
+            dtype,
         )
+        self.experts = Experts(model_dim, hidden_dim, num_experts, activation, expert_bias, device, dtype)
+        self.shared_experts: Experts | None = None
+        if num_shared_experts:
+            hidden = num_shared_experts * hidden_dim
+            self.shared_experts = Experts(model_dim, hidden, 1, activation, expert_bias, device, dtype)
         self.topology = Topology.local()
         self.schedule: Schedule | Literal["auto"] = "auto"
         self.transport: Transport | Literal["auto"] = "auto"
         self.chunks: int | Literal["auto"] = "auto"
         self.auxiliary_loss = torch.zeros(())
+        self.dropped_share = torch.zeros(())
         self.register_buffer("tokens_per_expert", torch.zeros(num_experts, device=device), persistent=False)
+        self.register_buffer("_load", torch.zeros(num_experts, device=device), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -161,21 +216,59 @@ class MoE(nn.Module):
         return {f"experts.{name}": dims for name, dims in self.experts.placements().items()}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens ``(..., M)`` -> ``(..., M)``."""
-        tokens = x.reshape(-1, self.model_dim)
-        schedule = "s1" if self.schedule == "auto" else self.schedule
-        transport = "fused" if self.transport == "auto" else self.transport
-        outcome = run_schedule(self, tokens, schedule, transport, 1 if self.chunks == "auto" else self.chunks)
-        self.tokens_per_expert = outcome.load
+        """Tokens ``(..., M)`` -> ``(..., M)``.
+
+        Raises:
+            ValueError: If the schedule cannot run on the topology.
+        """
+        outcome = run_schedule(
+            self,
+            x.reshape(-1, self.model_dim),
+            "s1" if self.schedule == "auto" else self.schedule,
+            "fused" if self.transport == "auto" else self.transport,
+            1 if self.chunks == "auto" else self.chunks,
+        )
+        self.tokens_per_expert, self.dropped_share = outcome.load, outcome.dropped
+        if self.training and self.router.bias is not None:
+            self._load = self._load + outcome.load
         self.auxiliary_loss = self._auxiliary_loss(outcome)
         return outcome.output.view(x.shape)
 
+    @torch.no_grad()
+    def update_router_bias(self, rate: float = 0.001) -> None:
+        """Move the sigmoid router's bias against the load of all ranks since the last call; once per optimizer step.
+
+        Args:
+            rate: Speed (DeepSeek-V3, sec. 4.2: 0.001).
+
+        Raises:
+            RuntimeError: If the router has no bias.
+        """
+        load = self._load
+        if self.topology.world_size > 1:
+            dist.all_reduce(load)
+        self.router.update_bias(load, rate)
+        self._load = torch.zeros_like(load)
+
     def _auxiliary_loss(self, outcome: Outcome) -> Tensor:
-        """Value of this rank's own segment, gradient of all segments that it routed."""
+        """Value of this rank's own part, gradient of all parts that it routed.
+
+        Balance: ``E sum_e f_e P_e`` with f_e the share of choices and P_e the mean probability of expert e (Fedus et
+        al., 2021, eq. 4). Z-loss: mean squared log partition function (Zoph et al., 2022, eq. 5).
+        """
         load, probabilities, rest = torch.split(outcome.statistics, [self.num_experts, self.num_experts, 2], -1)
         squares, tokens = rest[:, 0], rest[:, 1].clamp_min(1).detach()
-        share = load.detach() / (tokens * self.top_k).unsqueeze(1)
+        load = load.detach()
+        group = self.topology.group("data_parallel")
+        if self.balance_scope == "global_batch" and self.balance_loss_weight and group is not None:
+            load = load[outcome.own].clone()
+            dist.all_reduce(load, group=group)
+        share = load / load.sum(-1, keepdim=True).clamp_min(1)
         balance = self.num_experts * (share * probabilities).sum(-1) / tokens
         losses = self.balance_loss_weight * balance + self.z_loss_weight * squares / tokens
         total = losses.sum()
         return losses[outcome.own].detach() + (total - total.detach())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the graph of the last forward, so that a layer can be copied and pickled after it."""
+        return {**self.__dict__, "auxiliary_loss": self.auxiliary_loss.detach()}

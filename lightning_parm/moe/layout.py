@@ -94,6 +94,11 @@ class Plan:
     sizes: list[list[int]]
     layouts: list[Layout]
 
+    @property
+    def num_rows(self) -> int:
+        """R, rows of all chunks and peers."""
+        return sum(sum(peers) for peers in self.sizes)
+
 
 def exchange(counts: Tensor, mine: int, topology: Topology, travel: Travel, static: int | None = None) -> Plan:
     """Tell every rank of the block how many rows it will get; the layer's only host sync on CUDA.
@@ -166,13 +171,22 @@ def take(rows: Tensor, index: Tensor, transposed: Tensor) -> Tensor:
     return result
 
 
-def sum_rows(rows: Tensor, index: Tensor) -> Tensor:
+def pick(rows: Tensor, index: Tensor, gaps: bool = False) -> Tensor:
+    """``rows[index]``; with ``gaps`` an index of -1 gives zeros."""
+    if not gaps:
+        return rows.index_select(0, index)
+    if not len(rows):
+        return rows.new_zeros((len(index), *rows.shape[1:]))
+    return rows.index_select(0, index.clamp_min(0)).masked_fill_((index < 0).unsqueeze(1), 0)
+
+
+def sum_rows(rows: Tensor, index: Tensor, gaps: bool = False) -> Tensor:
     """``sum_j rows[index[j]]``, accumulated in float32."""
     if index.shape[0] == 1:
-        return rows.index_select(0, index[0])
-    total = rows.index_select(0, index[0]).to(torch.promote_types(rows.dtype, torch.float32))
+        return pick(rows, index[0], gaps)
+    total = pick(rows, index[0], gaps).to(torch.promote_types(rows.dtype, torch.float32))
     for more in index[1:]:
-        total += rows.index_select(0, more)
+        total += pick(rows, more, gaps)
     return total.to(rows.dtype)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_parm.moe.layout import sum_rows
+from lightning_parm.moe.layout import pick, sum_rows
+
+DropPolicy = Literal["position", "probability"]
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,14 @@ class Choice:
     Attributes:
         expert: ``(S, k)`` int64.
         weight: ``(S, k)``, differentiable.
+        kept: ``(S, k)`` bool, ``False`` for choices that are not sent; ``None`` if all are.
+        position: ``(S, k)`` int64, place among the choices of the same expert; only with a capacity.
     """
 
     expert: Tensor
     weight: Tensor
+    kept: Tensor | None = None
+    position: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -32,9 +39,11 @@ class Routing:
 
     Attributes:
         counts: Rows per chunk, mp peer and expert, ``(chunks, peers, E)`` int64.
-        source: The choice (token * k + j) that each row serves, ``(R,)``.
-        slots: The row of each choice, ``(S, k)``.
+        source: The choice (token * k + j) that each row serves, ``(R,)``; -1 for padding.
+        slots: The row of each choice, ``(S, k)``; -1 for choices that are not sent.
         weight: ``(S, k)``.
+        gaps: Whether there may be any -1.
+        static: Every entry of ``counts``, where that is known beforehand.
 
     Example:
         >>> choice = Choice(torch.tensor([[1], [0], [1]]), torch.full((3, 1), 0.5))
@@ -50,17 +59,30 @@ class Routing:
     source: Tensor
     slots: Tensor
     weight: Tensor
+    gaps: bool = False
+    static: int | None = None
 
     def dispatch(self, x: Tensor) -> Tensor:
         """Tokens ``(S, M)`` -> rows ``(R, M)``, sorted by chunk, peer and expert."""
-        token = self.source // self.slots.shape[1]
-        rows: Tensor = _Dispatch.apply(x, token, self.slots)  # type: ignore[no-untyped-call]
+        rows: Tensor = _Dispatch.apply(x, self._tokens, self.slots, self.gaps)  # type: ignore[no-untyped-call]
         return rows
 
     def combine(self, rows: Tensor) -> Tensor:
         """Results ``(R, M)`` -> the weighted sum for every token ``(S, M)``, accumulated in float32."""
-        y: Tensor = _Combine.apply(rows, self.weight, self.source, self.slots)  # type: ignore[no-untyped-call]
+        y: Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
+            rows, self.weight, self.source, self._tokens, self.slots, self.gaps
+        )
         return y
+
+    @property
+    def _tokens(self) -> Tensor:
+        return self.source.div(self.slots.shape[1], rounding_mode="floor")  # keeps -1
+
+    def trimmed(self, rows: int) -> Routing:
+        """Without the choices that were sorted behind the first ``rows`` because they are not sent."""
+        if not self.gaps or self.static is not None:
+            return self
+        return replace(self, source=self.source[:rows], slots=self.slots.where(self.slots < rows, -1))
 
     def chunks(self, sizes: Sequence[int]) -> list[Routing]:
         """One routing for each range of tokens, ``sizes[i]`` rows each; see :func:`arrange`."""
@@ -71,7 +93,7 @@ class Routing:
                 replace(
                     self,
                     source=self.source[row : row + rows] - first * top_k,
-                    slots=self.slots[first:last] - row,
+                    slots=(self.slots[first:last] - row).clamp_min(-1),
                     weight=self.weight[first:last],
                 )
             )
@@ -79,34 +101,103 @@ class Routing:
         return parts
 
 
-def arrange(choice: Choice, num_experts: int, chunks: int = 1, peers: int | None = None) -> Routing:
-    """Sort the chosen rows for sending.
+def capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
+    """C, the most rows an expert takes: ``factor`` times its mean share of ``k S`` rows, rounded up.
+
+    Example:
+        >>> capacity(num_tokens=10, top_k=2, num_experts=8, factor=1.25)
+        4
+    """
+    return math.ceil(factor * top_k * num_tokens / num_experts - 1e-9)
+
+
+def drop(
+    choice: Choice, num_experts: int, lengths: Sequence[int], capacities: Sequence[int], policy: DropPolicy
+) -> Choice:
+    """Mark the choices beyond each expert's capacity as not kept.
 
     Args:
         choice: What the router chose.
+        num_experts: E.
+        lengths: Tokens of each part of the batch.
+        capacities: C of each part; parts fill their experts independently.
+        policy: Who goes first: ``"position"`` the earlier token, ``"probability"`` the larger weight.
+
+    Example:
+        >>> choice = Choice(torch.zeros(3, 1, dtype=torch.int64), torch.tensor([[0.2], [0.9], [0.5]]))
+        >>> drop(choice, 1, [3], [2], "position").kept.flatten()
+        tensor([ True,  True, False])
+        >>> drop(choice, 1, [3], [2], "probability").kept.flatten()
+        tensor([False,  True,  True])
+    """
+    device, shape = choice.expert.device, choice.expert.shape
+    table = torch.tensor([list(lengths), list(capacities), [0, *accumulate(capacities)][:-1]]).to(device)
+    part = torch.arange(len(lengths), device=device).repeat_interleave(table[0], output_size=shape[0])
+    keys = (part.unsqueeze(1) * num_experts + choice.expert).flatten()
+    order = torch.arange(keys.numel(), device=device)
+    if policy == "probability":
+        order = choice.weight.detach().flatten().argsort(descending=True, stable=True)
+    keys, by_key = keys[order].sort(stable=True)
+    place = torch.arange(keys.numel(), device=device) - torch.searchsorted(keys, keys)
+    position = torch.empty_like(place).scatter_(0, order[by_key], place).view(shape)
+    limit, before = table[1:, part].unsqueeze(-1)
+    return replace(choice, kept=position < limit, position=position + before)
+
+
+def arrange(choice: Choice, num_experts: int, chunks: int = 1, peers: int | None = None) -> Routing:
+    """Sort the kept choices for sending.
+
+    Args:
+        choice: What is chosen and kept.
         num_experts: E.
         chunks: Parts that are sent one after another: ranges of tokens, or of rows if ``peers`` is given.
         peers: mp peers that share the rows out, by dealing them like cards: every peer and chunk gets its share of
             every expert.
     """
-    expert = choice.expert.flatten()
-    num_tokens, top_k = choice.expert.shape
+    expert, (num_tokens, top_k) = choice.expert.flatten(), choice.expert.shape
+    unsent = None if choice.kept is None else ~choice.kept.flatten()
+    row = torch.arange(expert.numel(), device=expert.device)
+    order = row
     if peers is None:
-        token = torch.arange(num_tokens, device=expert.device).repeat_interleave(top_k)
-        part = token * chunks // max(num_tokens, 1)
-        order = None
+        part = (row // top_k) * chunks // max(num_tokens, 1)
     else:
-        order = expert.argsort(stable=True)
-        row = torch.arange(expert.numel(), device=expert.device)
+        order = (expert if unsent is None else expert.masked_fill(unsent, num_experts)).argsort(stable=True)
         part = (row // peers % chunks) * peers + row % peers
-        expert = expert[order]
     parts = chunks * (peers or 1)
-    keys, source = (part * num_experts + expert).sort(stable=True)
+    keys = part * num_experts + expert[order]
+    if unsent is not None:
+        keys = keys.masked_fill(unsent[order], parts * num_experts)
+    keys, by_key = keys.sort(stable=True)
+    source = order[by_key]
     edges = torch.arange(parts * num_experts + 1, device=expert.device)
     counts = torch.searchsorted(keys, edges).diff().view(chunks, peers or 1, num_experts)
-    source = source if order is None else order[source]
-    slots = torch.empty_like(source).scatter_(0, source, torch.arange(len(source), device=source.device))
-    return Routing(counts, source, slots.view(num_tokens, top_k), choice.weight)
+    slots = torch.empty_like(source).scatter_(0, source, row).view(num_tokens, top_k)
+    return Routing(counts, source, slots, choice.weight, gaps=unsent is not None)
+
+
+def arrange_static(choice: Choice, num_experts: int, width: int, chunks: int = 1, peers: int = 1) -> Routing:
+    """As :func:`arrange`, but every expert has ``width`` rows, whether it fills them or not: nothing is data-dependent.
+
+    Args:
+        choice: What is chosen and kept; with positions.
+        num_experts: E.
+        width: C, at least every kept position + 1; rounded up to a multiple of ``chunks * peers``.
+        chunks: Parts that are sent one after another.
+        peers: mp peers that share the rows out.
+    """
+    assert choice.position is not None
+    assert choice.kept is not None
+    parts = chunks * peers
+    width = -(-width // parts)
+    part = choice.position % parts  # dealt as in arrange, for each expert by itself
+    slots = (part * num_experts + choice.expert) * width + choice.position // parts
+    rows = parts * num_experts * width
+    slots = slots.where(choice.kept, rows).flatten()
+    source = slots.new_full((rows + 1,), -1)
+    source.scatter_(0, slots, torch.arange(slots.numel(), device=slots.device))
+    counts = slots.new_full((chunks, peers, num_experts), width)
+    slots = slots.where(slots < rows, -1).view(choice.expert.shape)
+    return Routing(counts, source[:rows], slots, choice.weight, gaps=True, static=width)
 
 
 def token_ranges(num_tokens: int, chunks: int) -> list[tuple[int, int]]:
@@ -116,40 +207,43 @@ def token_ranges(num_tokens: int, chunks: int) -> list[tuple[int, int]]:
         >>> token_ranges(5, 2)
         [(0, 3), (3, 5)]
     """
-    starts = [-(-chunk * num_tokens // chunks) for chunk in range(chunks + 1)]
-    return list(pairwise(starts))
+    return list(pairwise(-(-chunk * num_tokens // chunks) for chunk in range(chunks + 1)))
 
 
 class _Dispatch(torch.autograd.Function):
     """Forward the token of each row; backward the sum of each token's rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, slots: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, token: Tensor, slots: Tensor, gaps: bool) -> Tensor:
         ctx.save_for_backward(slots)
-        return x.index_select(0, token)
+        ctx.gaps = gaps
+        return pick(x, token, gaps)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (slots,) = ctx.saved_tensors
-        return sum_rows(gradient, slots.t()), None, None
+        return sum_rows(gradient, slots.t(), ctx.gaps), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     """Forward the weighted sum of each token's rows; backward each row's weighted token, and the weights' products."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, source: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight, source, slots)
-        total = rows.new_zeros((slots.shape[0], rows.shape[1]), dtype=weight.dtype)
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, source: Tensor, token: Tensor, slots: Tensor, gaps: bool
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, source, token, slots)
+        ctx.gaps = gaps
+        total = weight.new_zeros((slots.shape[0], rows.shape[1]))
         for column, factor in zip(slots.t(), weight.t(), strict=True):
-            total.addcmul_(rows.index_select(0, column).to(total.dtype), factor.unsqueeze(1))
+            total.addcmul_(pick(rows, column, gaps).to(total.dtype), factor.unsqueeze(1))
         return total.to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        rows, weight, source, slots = ctx.saved_tensors
-        of_row = weight.flatten().index_select(0, source).unsqueeze(1)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        rows, weight, source, token, slots = ctx.saved_tensors
         wide = gradient.to(weight.dtype)
-        row_gradient = (wide.index_select(0, source // slots.shape[1]) * of_row).to(rows.dtype)
-        products = [(wide * rows.index_select(0, column)).sum(-1) for column in slots.t()]
-        return row_gradient, torch.stack(products, -1), None, None
+        of_row = pick(weight.view(-1, 1), source, ctx.gaps)
+        row_gradient = (pick(wide, token, ctx.gaps) * of_row).to(rows.dtype)
+        products = [(wide * pick(rows, column, ctx.gaps)).sum(-1) for column in slots.t()]
+        return row_gradient, torch.stack(products, -1), None, None, None, None

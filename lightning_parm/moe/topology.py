@@ -214,7 +214,7 @@ class Topology:
             return world
         groups = _groups.setdefault(world, {})
         if partition not in groups:
-            groups[partition], _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in partition])  # type: ignore[no-untyped-call]
+            groups[partition], _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in partition])
         return groups[partition]
 
     def _partition(self, axis: Axis) -> Partition:

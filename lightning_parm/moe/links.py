@@ -1,0 +1,139 @@
+"""How fast a cluster communicates and computes: the constants of the cost model; pure Python.
+
+A collective of ``b`` bytes takes ``alpha + beta * b`` seconds. ``b`` counts the whole buffer: what a rank puts into an
+AlltoAll or ReduceScatter, what it gets out of an AllGather, and the buffer of an AllReduce. Lines are kept for each
+kind of collective and each axis, since an axis inside a node is faster than one across nodes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
+LinkAxis = Literal["fused", "expert_parallel", "expert_shard", "tensor_parallel"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds as a line over bytes.
+
+    Attributes:
+        alpha_seconds: Of an empty collective.
+        beta_seconds: Per byte.
+
+    Example:
+        >>> Line(alpha_seconds=0.001, beta_seconds=1e-9).seconds(1_000_000)
+        0.002
+    """
+
+    alpha_seconds: float
+    beta_seconds: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Seconds that ``num_bytes`` take."""
+        return self.alpha_seconds + self.beta_seconds * num_bytes
+
+
+@dataclass(frozen=True)
+class Links:
+    """Everything the cost model knows of a cluster and of the groups that were cut from it.
+
+    Attributes:
+        collectives: A line for ``"kind/axis"``; ``"kind"`` alone serves every axis that has none of its own.
+        flops_per_second: Of the experts' products on one rank, while all ranks compute.
+        copy_bytes_per_second: At which rows are picked and put in another order.
+        overlaps: For ``"a+b"``, two axes or an axis and ``compute``, in alphabetical order: how much of the shorter of
+            two things vanishes when both run at once; 0 is nothing and 1 all of it.
+        overheads: For ``"schedule/transport"``, seconds of a layer and of each further chunk that bytes do not explain.
+        residual: Largest relative error of the fitted lines on what they were fitted to.
+        source: Where the constants are from.
+
+    Example:
+        >>> links = Links({"all_to_all": Line(1e-5, 1e-10), "all_to_all/fused": Line(1e-5, 2e-10)}, 1e14, 1e12)
+        >>> links.seconds("all_to_all", "fused", 10**6), links.seconds("all_to_all", "expert_parallel", 10**6)
+        (0.00021, 0.00011)
+        >>> Links.from_json(links.to_json()) == links
+        True
+    """
+
+    collectives: Mapping[str, Line]
+    flops_per_second: float
+    copy_bytes_per_second: float
+    overlaps: Mapping[str, float] = field(default_factory=dict)
+    overheads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    residual: float = 0.0
+    source: str = ""
+
+    def seconds(self, kind: Kind, axis: LinkAxis, num_bytes: float) -> float:
+        """Seconds of one collective, with all groups along ``axis`` busy at once.
+
+        Raises:
+            ValueError: If there is no line for it.
+        """
+        line = self.collectives.get(f"{kind}/{axis}") or self.collectives.get(kind)
+        if line is None:
+            raise ValueError(
+                f"These links have no constants for {kind} over {axis}, only for {', '.join(sorted(self.collectives))}; "
+                "calibrate on groups of the same sizes."
+            )
+        return line.seconds(num_bytes)
+
+    def overlap(self, first: str, second: str) -> float:
+        """How much of the shorter vanishes when an exchange along each axis is in flight, or one beside ``compute``."""
+        return self.overlaps.get("+".join(sorted((first, second))), 0.0)
+
+    def to_json(self) -> str:
+        """As text, to be read by :meth:`from_json`."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Links:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: If the text is something else.
+        """
+        try:
+            fields = json.loads(text)
+            fields["collectives"] = {name: Line(**line) for name, line in fields["collectives"].items()}
+            fields["overheads"] = {name: (layer, chunk) for name, (layer, chunk) in fields["overheads"].items()}
+            return cls(**fields)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"This is no calibration ({error!r}); write one with Links.save().") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file, whole or not at all."""
+        partial = Path(f"{path}.partial")
+        partial.write_text(self.to_json())
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Links:
+        """Read a JSON file.
+
+        Raises:
+            ValueError: If it is no calibration.
+        """
+        try:
+            return cls.from_json(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+#: Constants published by Parm's authors for their 32-GPU cluster, one line a kind for every axis. They published
+#: neither a compute rate nor overlaps: compute and copies cost nothing here, and nothing overlaps.
+PUBLISHED_32_GPUS = Links(
+    collectives={
+        "all_to_all": Line(0.175e-3, 3.06e-10),
+        "all_gather": Line(0.032e-3, 1.68e-10),
+        "reduce_scatter": Line(0.0391e-3, 1.67e-10),
+        "all_reduce": Line(0.0837e-3, 5.99e-10),
+    },
+    flops_per_second=float("inf"),
+    copy_bytes_per_second=float("inf"),
+    source="the 32-GPU cluster of Pan et al., Parm, INFOCOM 2024, as published by the authors",
+)

@@ -1,0 +1,104 @@
+"""How long a rank's work takes when some of it is in flight together; pure Python.
+
+A *step* of a schedule computes, or starts a collective and waits for it later. Chunks advance as in
+:func:`lightning_parm.moe.overlap.run`, and backward visits the same moments in reverse, where waiting became starting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+
+class Compute(NamedTuple):
+    """Work of the rank itself: seconds in forward and in backward."""
+
+    forward: float
+    backward: float
+
+
+class Transfer(NamedTuple):
+    """A collective in each direction: the axis it runs along and its seconds; ``None`` where nothing is sent."""
+
+    forward: tuple[str, float] | None
+    backward: tuple[str, float] | None
+
+
+Step = Compute | Transfer
+Moment = tuple[Literal["compute", "start", "wait"], int, Step]
+
+
+def moments(chunks: Sequence[Sequence[Step]]) -> list[Moment]:
+    """What happens in forward, in order: the youngest chunk advances first, and pauses when it has sent something.
+
+    Example:
+        >>> send, work = Transfer(("fused", 2.0), None), Compute(1.0, 2.0)
+        >>> [(what, chunk) for what, chunk, _ in moments([[send, work], [send, work]])]
+        [('start', 0), ('start', 1), ('wait', 0), ('compute', 0), ('wait', 1), ('compute', 1)]
+    """
+    happened: list[Moment] = []
+    at = [0] * len(chunks)  # the step each chunk does next, or waits for
+    waiting = [False] * len(chunks)
+    running: list[int] = []
+    for started in range(len(chunks) + sum(len(chunk) for chunk in chunks)):
+        if started < len(chunks):
+            running.insert(0, started)
+        for index in tuple(running):
+            steps = chunks[index]
+            if waiting[index]:
+                happened.append(("wait", index, steps[at[index]]))
+                at[index] += 1
+                waiting[index] = False
+            while at[index] < len(steps) and not waiting[index]:
+                step = steps[at[index]]
+                waiting[index] = isinstance(step, Transfer)
+                happened.append(("start" if waiting[index] else "compute", index, step))
+                at[index] += not waiting[index]
+            if at[index] == len(steps):
+                running.remove(index)
+    return happened
+
+
+def duration(happened: Sequence[Moment], overlap: Callable[[str, str], float], backward: bool = False) -> float:
+    """Seconds that the moments take.
+
+    Things in flight together slow each other down: with an overlap of 0 each runs at half its rate, with 1 at its own.
+
+    Args:
+        happened: From :func:`moments`.
+        overlap: How much of the shorter of two things vanishes, by axis; the rank's own work is ``"compute"``.
+        backward: Whether to visit the moments in reverse, with waiting and starting exchanged.
+
+    Example:
+        >>> happened = moments([[Transfer(("fused", 2.0), None), Compute(1.0, 2.0)]] * 2)
+        >>> duration(happened, lambda a, b: 0.0), duration(happened, lambda a, b: float("compute" in (a, b)))
+        (6.0, 5.0)
+    """
+    flying: dict[int, tuple[str, float]] = {}  # by chunk: axis and seconds left if it were alone
+    total = 0.0
+
+    def advance(until: int) -> None:
+        nonlocal total
+        while until in flying:
+            rates = {
+                chunk: 1 / (1 + sum(1 - overlap(axis, other) for peer, (other, _) in flying.items() if peer != chunk))
+                for chunk, (axis, _) in flying.items()
+            }
+            first = min(flying, key=lambda chunk: flying[chunk][1] / rates[chunk])
+            passed = flying[first][1] / rates[first]
+            for chunk, (axis, left) in tuple(flying.items()):
+                flying[chunk] = (axis, left - passed * rates[chunk])
+            del flying[first]
+            total += passed
+
+    for what, chunk, step in reversed(happened) if backward else happened:
+        work = step.backward if backward else step.forward
+        if isinstance(step, Compute):
+            flying[-1] = ("compute", work if isinstance(work, float) else 0.0)
+            advance(-1)
+        elif what == ("wait" if backward else "start"):
+            if isinstance(work, tuple):
+                flying[chunk] = work
+        else:
+            advance(chunk)
+    return total
