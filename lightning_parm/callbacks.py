@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 
+from lightning_parm.datamodule import TokenDataModule
 from lightning_parm.metrics import ExpertLoad
 from lightning_parm.placement import moe_layers
 
@@ -222,8 +223,8 @@ class DataMonitor(Callback):
     """Logs how many samples each source of a :class:`~lightning_parm.TokenDataModule` has given, and its share.
 
     For every source of the mix: ``data/samples/<name>``, samples consumed since the run began, on all ranks and before
-    every restart; ``data/mix_actual/<name>``, its share of them; ``data/mix_target/<name>``, the share asked for now.
-    With another data module it does nothing.
+    every restart; ``data/mix_actual/<name>``, its share of them; ``data/mix_target/<name>``, the share asked for now;
+    ``data/epoch/<name>``, how often it has been read through. With another data module it does nothing.
 
     Args:
         record_samples: Also write which samples each rank was given, with a checksum of each one's tokens: a line of
@@ -259,18 +260,19 @@ class DataMonitor(Callback):
             }
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-        counts = getattr(trainer.datamodule, "samples_per_source", None)  # type: ignore[attr-defined]
-        if counts is None or not _logs_now(trainer):
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, TokenDataModule) or not _logs_now(trainer):
             return
-        samples = counts()
-        # The last segment of the mix's history is what is served now.
-        weights = trainer.datamodule.state_dict()["mix"][-1][1]  # type: ignore[attr-defined]
-        total = max(1, sum(samples.values()))
+        samples = data.samples_per_source()
+        total = sum(samples.values())
+        segments = data._open().mixture.segments
+        weights = next(weights for start, weights in reversed(segments) if start <= total)
         values: dict[str, float] = {}
         for (name, count), weight in zip(samples.items(), weights, strict=True):
             values[f"data/samples/{name}"] = float(count)
-            values[f"data/mix_actual/{name}"] = count / total
+            values[f"data/mix_actual/{name}"] = count / max(1, total)
             values[f"data/mix_target/{name}"] = weight / sum(weights)
+        values |= {f"data/epoch/{name}": epochs for name, epochs in data.epochs_per_source().items()}
         pl_module.log_dict(values, batch_size=1)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -157,6 +157,8 @@ def _table(result: dict[str, Any]) -> Any:
 
     table = Table(show_header=False, box=None)
     for name, value in result.items():
+        if name in ("digest", "training"):  # fingerprints by which a later run recognises this one
+            continue
         table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int | float) else str(value))
     return table
 
@@ -190,6 +192,8 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _lines(seconds: float = 5.0) -> Callable[[str, int, int], None]:
+    from rich.filesize import decimal
+
     told: dict[str, float] = {}
 
     def tell(stage: str, done: int, total: int) -> None:
@@ -197,6 +201,7 @@ def _lines(seconds: float = 5.0) -> Callable[[str, int, int], None]:
         if done < total and now - told.get(stage, 0.0) < seconds:
             return
         told[stage] = now
-        sys.stderr.write(f"{stage}: {done / 1e6:.1f} of {total / 1e6:.1f} MB ({done / max(1, total):.0%})\n")
+        amounts = f"{decimal(done)} of {decimal(total)} ({done / max(1, total):.0%})"
+        sys.stderr.write(f"{stage}: {amounts}\n")
 
     return tell

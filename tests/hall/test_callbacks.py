@@ -230,6 +230,8 @@ def test_data_mix(tmp_path: Path) -> None:
     assert memory.of("data/mix_actual/a")[-1] == pytest.approx(memory.of("data/samples/a")[-1] / 48)
     assert memory.of("data/mix_target/a") == [0.75] * 3
     assert memory.of("data/mix_target/b") == [0.25] * 3
+    assert memory.of("data/epoch/a") == sorted(memory.of("data/epoch/a"))
+    assert memory.of("data/epoch/a")[-1] == pytest.approx(data.epochs_per_source()["a"])
 
 
 def test_data_monitor_without_our_data_module() -> None:
