@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_parm.data.loader import Batch, TokenLoader
+from lightning_parm.data.batches import BatchMaker
+from lightning_parm.data.evaluation import EvaluationLoader
+from lightning_parm.data.loader import TokenLoader
+from lightning_parm.data.sources.cache import DEFAULT_LIMIT_BYTES
+from lightning_parm.data.sources.registry import open_sources
+
+_SHOW_PROGRESS_FROM = 64  # files
 
 
 class TokenDataModule(pl.LightningDataModule):
@@ -19,16 +26,32 @@ class TokenDataModule(pl.LightningDataModule):
     a checkpoint starts at the first sample.
 
     Args:
-        sources: a path (file, folder or pattern) or ``{name: path}``.
+        sources: a path (file, folder, pattern or URL) or ``{name: path}``.
         sequence_length: L, tokens a sample.
         batch_size: samples a rank and step.
-        weights: share of each source in the tokens served; ``None`` is in proportion to their sizes.
+        weights: share of each source in the samples, ``{name: weight}``, or a schedule ``[(tokens, {name: weight})]``
+            with straight lines between its entries; ``None`` is in proportion to the sources' sizes.
         delimiter: token put between documents; ``None`` takes what the files say, if they say anything.
         seed: another seed is another order.
         num_logical_shards: a power of two, fixed for the life of a run.
         num_workers: processes that read ahead.
         validation: a path or ``{name: path}``; every window is seen once, in the order of the files.
+        test: the same for ``trainer.test``.
+        sized: an epoch is every sample once, and progress bars have totals; ``False`` is one endless epoch, for
+            ``max_steps``.
+        samples: ``"windows"`` of packed documents, or ``"documents"``, one a sample, cut or padded.
+        at_exhaustion: when a source has been served once: ``"repeat"`` it in another order, ``"stop"`` the stream, or
+            ``"drop"`` the source and go on with the others.
+        document_ids: add ``document_ids`` (B, L), which count the documents in each sample.
+        position_ids: add ``position_ids`` (B, L), which start again at 0 with every document.
+        mask_document_starts: label ``-100`` where the next token is the first of another document.
+        transform: called with every sample, a dictionary of tensors, before collation.
+        collate: makes a batch of a list of samples; ``None`` stacks them.
         bad_files: ``"raise"`` or ``"skip"`` files that cannot be read.
+        format: name of a format, or ``"package.module.Class"`` of one of yours; ``None`` detects it.
+        dtype: integer type of raw files, which cannot say it themselves.
+        cache_folder: where indices, fetched and decoded parts are kept; ``None`` is ``~/.cache/lightning_parm``.
+        cache_bytes: limit of the fetched and decoded parts.
     """
 
     def __init__(
@@ -36,67 +59,126 @@ class TokenDataModule(pl.LightningDataModule):
         sources: str | dict[str, str],
         sequence_length: int,
         batch_size: int,
-        weights: dict[str, float] | None = None,
+        weights: dict[str, float] | list[tuple[int, dict[str, float]]] | None = None,
         delimiter: int | None = None,
         seed: int = 0,
         num_logical_shards: int = 1024,
         num_workers: int = 0,
         validation: str | dict[str, str] | None = None,
-        bad_files: str = "raise",
+        test: str | dict[str, str] | None = None,
+        sized: bool = True,
+        samples: Literal["windows", "documents"] = "windows",
+        at_exhaustion: Literal["repeat", "stop", "drop"] = "repeat",
+        document_ids: bool = False,
+        position_ids: bool = False,
+        mask_document_starts: bool = False,
+        transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        collate: Callable[[list[dict[str, Any]]], Any] | None = None,
+        bad_files: Literal["raise", "skip"] = "raise",
+        format: str | None = None,
+        dtype: str | None = None,
+        cache_folder: str | None = None,
+        cache_bytes: int = DEFAULT_LIMIT_BYTES,
     ) -> None:
         super().__init__()
         self.sources = sources
-        self.sequence_length = sequence_length
-        self.batch_size = batch_size
-        self.weights = weights
-        self.delimiter = delimiter
-        self.seed = seed
-        self.num_logical_shards = num_logical_shards
-        self.num_workers = num_workers
         self.validation = validation
-        self.bad_files = bad_files
+        self.test = test
+        self.sized = sized
+        self.batch_size = batch_size
+        self._shape: dict[str, Any] = {"sequence_length": sequence_length, "batch_size": batch_size, "samples": samples}
+        self._marks: dict[str, bool] = {
+            "document_ids": document_ids,
+            "position_ids": position_ids,
+            "mask_document_starts": mask_document_starts,
+        }
+        self._made: dict[str, Any] = {**self._marks, "transform": transform, "collate": collate}
+        self._opening: dict[str, Any] = {
+            "delimiter": delimiter,
+            "bad_files": bad_files,
+            "format": format,
+            "dtype": dtype,
+            "cache_folder": cache_folder,
+            "cache_bytes": cache_bytes,
+        }
+        self._stream: dict[str, Any] = {
+            "weights": weights,
+            "seed": seed,
+            "num_logical_shards": num_logical_shards,
+            "num_workers": num_workers,
+            "at_exhaustion": at_exhaustion,
+        }
         self._loader: TokenLoader | None = None
-        self._trainer_of_fit: int | None = None
-        self._base_samples = 0
-        self._base_batches = 0
-        self._stride = batch_size
-        if validation is None and type(self).val_dataloader is TokenDataModule.val_dataloader:
-            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]  # Lightning then sees none
+        self._trainer_of_fit: pl.Trainer | None = None
+        self._forget()
+        for name in ("val", "test"):  # Lightning asks which data there is by looking for methods
+            if (validation if name == "val" else test) is None and _inherited(self, f"{name}_dataloader"):
+                setattr(self, f"{name}_dataloader", getattr(super(), f"{name}_dataloader"))
+
+    def prepare_data(self) -> None:
+        """Index the files once on every machine, before its other processes need the index."""
+        bar: tqdm[Any] | None = None
+
+        def show(name: str, done: int, total: int) -> None:
+            nonlocal bar
+            if total >= _SHOW_PROGRESS_FROM:
+                if done == 1:
+                    bar = tqdm(total=total, desc=f"Indexing {name}", unit="file")
+                if bar is not None:
+                    bar.update(1)
+                    if done == total:
+                        bar.close()
+
+        for sources in (self.sources, self.validation, self.test):
+            if sources is not None:
+                open_sources(sources, **self._opening, progress=show)
 
     def setup(self, stage: str) -> None:
         """Open the training data before the first step, so that a wrong path is an error at once."""
-        if stage == "fit" and self._trainer_of_fit != id(self.trainer):
-            self._trainer_of_fit = id(self.trainer)
-            self._loader = None
-            self._base_samples = self._base_batches = 0
+        if stage == "fit" and self._trainer_of_fit is not self.trainer:
+            self._trainer_of_fit = self.trainer
+            self._forget()
             self._open()
 
-    def train_dataloader(self) -> TokenStream:
+    def train_dataloader(self) -> Any:
         """Return the stream of training batches from the first sample not yet consumed on."""
         loader = self._open()
         loader.seek(self._consumed())
-        return TokenStream(loader)
+        self._rescale_epoch()
+        return SizedTokenStream(loader) if self.sized else TokenStream(loader)
 
     def val_dataloader(self) -> Any:
-        """Return the validation windows."""
-        assert self.validation is not None
-        rank, size = self._replica()
-        return TokenLoader(
-            self.validation,
-            self.sequence_length,
-            self.batch_size,
-            rank,
-            size,
-            delimiter=self.delimiter,
-            num_logical_shards=1,
-            shuffle=False,
-            bad_files=self.bad_files,
-        )
+        """Return the validation windows, each once over all ranks."""
+        return self._evaluate(self.validation)
+
+    def test_dataloader(self) -> Any:
+        """Return the test windows, each once over all ranks."""
+        return self._evaluate(self.test)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Change the mix from the next batch that the training loop asks for; call it on every rank alike.
+
+        Raises:
+            ValueError: a source is unknown or missing, or no weight is positive.
+        """
+        self._open().set_weights(weights)
+
+    def samples_per_source(self) -> dict[str, int]:
+        """Return how many samples of each source the training loop has consumed."""
+        return self._open().served(self._consumed())
+
+    def epochs_per_source(self) -> dict[str, float]:
+        """Return how often the training loop has seen each source: 1.5 is halfway through its second epoch."""
+        return self._open().epochs(self._consumed())
+
+    def wait_seconds(self) -> float:
+        """Return how long this process has waited for training data since it started."""
+        return self._loader.wait_seconds if self._loader else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: plain values, the same on every rank, taken without communication."""
         state = self._open().state_dict(samples=self._consumed())
-        return {**state, "batches": self._processed()}
+        return {**state, "batches": self._processed(), "samples_in_epoch": self._samples_in_epoch()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the checkpoint was taken; loading a model for a test leaves the training stream alone.
@@ -107,36 +189,35 @@ class TokenDataModule(pl.LightningDataModule):
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
         self._open().load_state_dict(state_dict)
-        self._base_samples = int(state_dict["samples"])
-        self._base_batches = int(state_dict["batches"])
-
-    def samples_per_source(self) -> dict[str, int]:
-        """Return how many samples of each source the training loop has consumed."""
-        return self._open().served(self._consumed())
+        self._base_samples, self._base_batches = int(state_dict["samples"]), int(state_dict["batches"])
+        self._resumed_in_epoch = int(state_dict["samples_in_epoch"])
 
     def _open(self) -> TokenLoader:
         if self._loader is None:
             rank, size = self._replica()
-            self._stride = self.batch_size * size
             self._loader = TokenLoader(
-                self.sources,
-                self.sequence_length,
-                self.batch_size,
-                rank,
-                size,
-                self.weights,
-                self.delimiter,
-                self.seed,
-                self.num_logical_shards,
-                self.num_workers,
-                bad_files=self.bad_files,
+                self.sources, rank=rank, size=size, **self._shape, **self._made, **self._opening, **self._stream
             )
         return self._loader
+
+    def _evaluate(self, sources: str | dict[str, str] | None) -> EvaluationLoader:
+        assert sources is not None
+        rank, size = self._replica()
+        return EvaluationLoader(
+            sources, rank=rank, size=size, make=BatchMaker(**self._made), **self._shape, **self._opening
+        )
 
     def _replica(self) -> tuple[int, int]:
         """Return the data-parallel rank and size, which strategies keep for their samplers."""
         known = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) if self.trainer else None
         return (int(known["rank"]), int(known["num_replicas"])) if known else (0, 1)
+
+    def _forget(self) -> None:
+        """Stand at the first sample, for a Trainer that has done nothing yet."""
+        self._loader = None
+        self._base_samples = self._base_batches = 0
+        self._resumed_in_epoch = 0
+        self._carried: tuple[int, int, int] | None = None
 
     def _processed(self) -> int:
         """Return the batches that the training loop has finished, over all fits of this Trainer."""
@@ -147,25 +228,45 @@ class TokenDataModule(pl.LightningDataModule):
 
     def _consumed(self) -> int:
         """Return the samples consumed. Loops that are not restored yet count less than the checkpoint: zero since."""
-        return self._base_samples + max(0, self._processed() - self._base_batches) * self._stride
+        since = max(0, self._processed() - self._base_batches)
+        return self._base_samples + since * self._open().samples_per_step
+
+    def _samples_in_epoch(self) -> int:
+        """Return the samples of the epoch under way, 0 at its end, counted over resumes with other batch sizes."""
+        if self.trainer is None:
+            return 0
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.processed >= self.trainer.num_training_batches:
+            return 0
+        epoch, batches, samples = self._carried or (-1, 0, 0)
+        if epoch != self.trainer.current_epoch:
+            batches = samples = 0
+        return samples + (int(progress.processed) - batches) * self._open().samples_per_step
+
+    def _rescale_epoch(self) -> None:
+        """Say in batches of the present size how far the resumed epoch is, so that it ends where it would have."""
+        samples, self._resumed_in_epoch = self._resumed_in_epoch, 0
+        if self.trainer is None or not samples or self._processed() != self._base_batches:
+            return
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        shift = samples // self._open().samples_per_step - progress.processed
+        for count in ("ready", "started", "processed", "completed"):
+            setattr(progress, count, getattr(progress, count) + shift)
+        self._carried = (self.trainer.current_epoch, progress.processed, samples)
 
 
 class TokenStream:
-    """The training batches as Lightning sees them: sized, so that progress bars have totals, and without an end.
+    """The training batches as Lightning sees them: one stream that goes on from epoch to epoch.
 
-    The data module keeps the position; to Lightning this loader shows an empty state of its own, because Lightning
+    The data module keeps the position. To Lightning this loader shows an empty state of its own, because Lightning
     would give rank 0's loader state to every rank.
     """
 
     def __init__(self, loader: TokenLoader) -> None:
         self.loader = loader
 
-    def __len__(self) -> int:
-        """Return the batches of an epoch."""
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Batch]:
-        while True:
+    def __iter__(self) -> Iterator[Any]:
+        while not self.loader.exhausted:
             yield self.loader.next_batch()
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,3 +275,15 @@ class TokenStream:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take nothing: the state is the data module's."""
+
+
+class SizedTokenStream(TokenStream):
+    """A stream whose epochs have a length, which Lightning counts off."""
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch."""
+        return len(self.loader)
+
+
+def _inherited(module: TokenDataModule, method: str) -> bool:
+    return getattr(type(module), method) is getattr(TokenDataModule, method)

@@ -6,7 +6,9 @@ process cuts and widens them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +17,28 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_parm.data.mixture import Mixture
-from lightning_parm.data.order import Order
-from lightning_parm.data.sources.format import Int64, Tokens
+from lightning_parm.data.order import Int64, Marks, Order
+from lightning_parm.data.schedule import Segments
+from lightning_parm.data.sources.format import Tokens
 
-Segments = tuple[tuple[int, tuple[float, ...]], ...]
+_BLOCK_TOKENS = 1 << 19
 
-_BLOCK_TOKENS = 1 << 20
+
+@dataclass(frozen=True)
+class Steps:
+    """Which samples of which global micro-batches are this reader's: ``first + step * stride + [0, batch_size)``."""
+
+    batch_size: int
+    stride: int
+
+    def samples(self, first: int, count: int) -> Int64:
+        """Return the numbers of the samples of ``count`` micro-batches, (count * batch_size,)."""
+        return (first + np.arange(count)[:, None] * self.stride + np.arange(self.batch_size)).reshape(-1)
 
 
 @dataclass(frozen=True)
 class Request:
-    """Which samples a block holds: those of one rank in ``count`` global micro-batches from sample ``first`` on.
+    """A block to read: ``count`` micro-batches, the first of which starts with sample ``first``.
 
     ``version`` counts the changes of the mix, so that blocks asked for before a change are recognised and dropped.
     """
@@ -36,25 +49,24 @@ class Request:
     segments: Segments
 
 
-class _Reader(Dataset[tuple[Request, torch.Tensor]]):
+Block = tuple[Request, torch.Tensor, torch.Tensor | None]
+
+
+class _Reader(Dataset[Block]):
     """Turns requests into blocks; a map-style data set whose indices are requests, so torch's workers can serve it."""
 
-    def __init__(self, order: Order, batch_size: int, rank: int, size: int) -> None:
+    def __init__(self, order: Order, steps: Steps, marked: bool) -> None:
         self.order = order
-        self.batch_size = batch_size
-        self.rank = rank
-        self.size = size
+        self.steps = steps
+        self.marked = marked
         self.mixture: Mixture | None = None
 
-    def samples(self, request: Request) -> Int64:
-        """Return the numbers of the samples in a block, (count * batch_size,)."""
-        starts = request.first + (np.arange(request.count) * self.size + self.rank) * self.batch_size
-        return (starts[:, None] + np.arange(self.batch_size)).reshape(-1)
-
-    def __getitem__(self, request: Request) -> tuple[Request, torch.Tensor]:
+    def __getitem__(self, request: Request) -> Block:
         if self.mixture is None or self.mixture.segments != request.segments:
             self.mixture = Mixture(request.segments, self.order.num_lanes, self.mixture)
-        return request, torch.from_numpy(self.order.read(self.samples(request), self.mixture))
+        samples = self.steps.samples(request.first, request.count)
+        tokens, marks = self.order.read(samples, self.mixture, self.marked)
+        return request, torch.from_numpy(tokens), None if marks is None else torch.from_numpy(marks)
 
 
 class _Plan:
@@ -81,29 +93,31 @@ class BlockReader:
 
     Args:
         order: the global order.
-        batch_size: samples a rank takes from each global micro-batch.
-        rank: this rank among ``size`` data-parallel ranks.
-        size: number of data-parallel ranks.
-        num_workers: processes that read ahead; 0 reads in this process.
-        start: first sample of the next global micro-batch.
+        steps: which samples of each global micro-batch to read.
+        marked: whether tokens that start a document are to be marked.
+        num_workers: processes that read ahead; 0 reads in this process (in a thread, where data comes over a network).
+        start: this reader's first sample.
         segments: the mix.
+
+    Attributes:
+        wait_seconds: time spent waiting for blocks.
     """
 
     def __init__(
-        self, order: Order, batch_size: int, rank: int, size: int, num_workers: int, start: int, segments: Segments
+        self, order: Order, steps: Steps, marked: bool, num_workers: int, start: int, segments: Segments
     ) -> None:
-        self._reader = _Reader(order, batch_size, rank, size)
-        self._batch_size = batch_size
-        largest = max(1, _BLOCK_TOKENS // (order.width * batch_size))
-        self._plan = _Plan(start, batch_size * size, largest, segments)
-        self._tokens: Tokens = np.empty((0, 0))
-        self._samples: Int64 = np.empty(0, dtype=np.int64)
+        self.wait_seconds = 0.0
+        self._steps = steps
+        largest = max(1, _BLOCK_TOKENS // (order.width * steps.batch_size))
+        self._plan = _Plan(start, steps.stride, largest, segments)
+        self._block: tuple[Int64, Tokens, Marks | None] = (np.empty(0, dtype=np.int64), np.empty((0, 0)), None)
         self._row = 0
-        self._results: Iterator[tuple[Request, torch.Tensor]]
+        reader = _Reader(order, steps, marked)
+        self._results: Iterator[Block]
         if num_workers:
             # Its own generator: seeding the workers must not draw from the user's global one.
             loader: DataLoader[Any] = DataLoader(
-                self._reader,
+                reader,
                 batch_size=None,
                 sampler=self._plan,
                 num_workers=num_workers,
@@ -111,25 +125,45 @@ class BlockReader:
                 generator=torch.Generator(),
             )
             self._results = iter(loader)
+        elif any(source is not None and source.is_remote for source in order.sources):
+            self._results = _one_ahead(reader, self._plan)
         else:
-            self._results = map(self._reader.__getitem__, self._plan)
+            self._results = map(reader.__getitem__, self._plan)
 
     def change(self, start: int, segments: Segments) -> None:
         """Go on at sample ``start`` with another mix; what was read ahead is dropped."""
         plan = self._plan
         plan.version, plan.start, plan.count, plan.segments = plan.version + 1, start, 1, segments
-        self._row = len(self._tokens)
+        self._row = len(self._block[0])
 
-    def next(self) -> tuple[Int64, Tokens]:
-        """Return the sample numbers (B,) and the tokens (B, L + 1) of the next micro-batch of this rank."""
-        if self._row == len(self._tokens):
-            request, block = next(self._results)
-            while request.version != self._plan.version:
-                request, block = next(self._results)
-            self._tokens, self._samples, self._row = block.numpy(), self._reader.samples(request), 0
-        rows = slice(self._row, self._row + self._batch_size)
-        self._row += self._batch_size
-        return self._samples[rows], self._tokens[rows]
+    def next(self) -> tuple[Int64, Tokens, Marks | None]:
+        """Return sample numbers (B,), tokens (B, L + 1) and marks (B, L + 1) of this reader's next micro-batch."""
+        if self._row == len(self._block[0]):
+            self._advance()
+        samples, tokens, marks = self._block
+        rows = slice(self._row, self._row + self._steps.batch_size)
+        self._row = rows.stop
+        return samples[rows], tokens[rows], None if marks is None else marks[rows]
+
+    def _advance(self) -> None:
+        began = time.perf_counter()
+        request, tokens, marks = next(self._results)
+        while request.version != self._plan.version:
+            request, tokens, marks = next(self._results)
+        self.wait_seconds += time.perf_counter() - began
+        samples = self._steps.samples(request.first, request.count)
+        self._block, self._row = (samples, tokens.numpy(), None if marks is None else marks.numpy()), 0
+
+
+def _one_ahead(reader: _Reader, plan: _Plan) -> Iterator[Block]:
+    """Read the next block in a thread while this one is used: the network works while the training does."""
+    requests = iter(plan)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pending = pool.submit(reader.__getitem__, next(requests))
+        while True:
+            block = pending.result()
+            pending = pool.submit(reader.__getitem__, next(requests))
+            yield block
 
 
 def _as_it_is(block: Any) -> Any:

@@ -19,6 +19,7 @@ UInt64 = npt.NDArray[np.uint64]
 
 CIRCLE = 1 << 32
 _STEP = 2654435769  # 2**32 / golden ratio, odd
+_CELLS = 1 << 16  # numbers at a time in sums over many segments
 
 
 def thresholds(weights: Sequence[float]) -> Int64:
@@ -125,17 +126,19 @@ class Mixture:
     def _count(self, lanes: Int64, stop: Int64) -> Int64:
         """Return (N, S) how often each lane chose each source before round ``stop`` (N,): a sum over segments."""
         counts = np.zeros((len(lanes), self.num_sources), dtype=np.int64)
-        phases = self._phases[lanes][:, None] + CIRCLE
-        ends = np.append(self._starts[1:], 1 << 62)
-        for bounds, first, last in zip(self._bounds, self._starts, ends, strict=True):
-            start, end = self._turn(first, lanes), np.minimum(self._turn(last, lanes), stop)
-            if (start >= stop).all():
-                break
-            active = start < end
-            turns = np.where(active, [end, start], 0)[:, :, None]
-            floors = _floor_sum(np.broadcast_to(turns, (2, len(lanes), len(bounds))), phases - bounds)
+        reached = int(np.searchsorted(self._starts, (stop * self.num_lanes + lanes).max(initial=0)))
+        step = max(1, _CELLS // (len(lanes) * (self.num_sources + 1) or 1))
+        for first in range(0, reached, step):  # segments at a time
+            bounds = self._bounds[first : min(first + step, reached), None, :]
+            starts = np.append(self._starts, 1 << 62)[first : first + len(bounds) + 1, None]
+            edges = np.minimum(
+                self._turn(starts, lanes), stop
+            )  # the rounds at which segments change, (segments + 1, N)
+            turns = np.stack([edges[1:], edges[:-1]])[..., None]
+            offsets = self._phases[lanes][:, None] + CIRCLE - bounds
+            floors = _floor_sum(*np.broadcast_arrays(turns, offsets))
             during = floors[0] - floors[1]
-            counts += (during[:, :-1] - during[:, 1:]).view(np.int64)
+            counts += (during[..., :-1] - during[..., 1:]).sum(axis=0).view(np.int64)
         return counts
 
 
@@ -145,7 +148,7 @@ def _floor_sum(count: Int64, offset: Int64) -> UInt64:
     The lattice points under a line, by Euclid's algorithm on (CIRCLE, _STEP); ``0 <= count < 2**32`` and
     ``0 <= offset < 2**33``.
     """
-    n, b = count.astype(np.uint64), np.broadcast_to(offset, count.shape).astype(np.uint64)
+    n, b = count.astype(np.uint64), offset.astype(np.uint64)
     total = np.zeros_like(n)
     modulus, slope = CIRCLE, _STEP
     while True:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_parm.data.documents import Documents
 from lightning_parm.data.mixture import Mixture
 from lightning_parm.data.shards import count_shards
 from lightning_parm.data.shuffle import name_key
@@ -15,7 +17,12 @@ from lightning_parm.data.sources.source import Source
 from lightning_parm.data.windows import Windows
 
 Int64 = npt.NDArray[np.int64]
-Segments = Sequence[tuple[int, Sequence[float]]]
+Marks = npt.NDArray[np.uint8]
+Samples = Literal["windows", "documents"]
+Exhaustion = Literal["repeat", "stop", "drop"]
+
+CONTINUES, STARTS, PADS = 0, 1, 2
+"""Marks of tokens: goes on with the document before it, starts a document, is no token of the data."""
 
 
 class Order:
@@ -25,45 +32,93 @@ class Order:
     never on ranks, workers or batch sizes.
 
     Args:
-        sources: the data sets of the mix.
+        sources: the data sets of the mix; ``None`` for one that a resumed run no longer has.
         sequence_length: L; a sample is L + 1 tokens.
         num_logical_shards: K, a power of two, fixed for the life of a run.
         seed: another seed is another order.
         shuffle: ``False`` keeps the order of the files.
+        samples: windows of the packed stream, or one document each.
+        at_exhaustion: with ``"repeat"`` the mix runs in K lanes, so that ranks read shards of their own; otherwise in
+            one, so that a source ends exactly when its last sample is served.
+        complete: serve the last window of a source too, padded, for evaluation.
 
     Raises:
-        ValueError: a source is smaller than one window.
+        ValueError: a source is smaller than one sample.
     """
 
     def __init__(
-        self, sources: Sequence[Source], sequence_length: int, num_logical_shards: int, seed: int, shuffle: bool = True
+        self,
+        sources: Sequence[Source | None],
+        sequence_length: int,
+        num_logical_shards: int,
+        seed: int,
+        shuffle: bool = True,
+        samples: Samples = "windows",
+        at_exhaustion: Exhaustion = "repeat",
+        complete: bool = False,
     ) -> None:
         self.sources = list(sources)
         self.width = sequence_length + 1
-        self.num_lanes = num_logical_shards
-        self.windows: list[Windows] = []
+        self.num_lanes = num_logical_shards if at_exhaustion == "repeat" else 1
+        self.readers: list[Windows | Documents | None] = []
         for source in sources:
-            if source.num_tokens < self.width:
-                raise ValueError(
-                    f"Source {source.name!r} has {source.num_tokens} tokens in {source.num_documents} documents, less "
-                    f"than one window of sequence_length + 1 = {self.width}. Add data or shorten sequence_length."
-                )
-            num_shards = count_shards(source.num_tokens, sequence_length, num_logical_shards)
+            if source is None:
+                self.readers.append(None)
+                continue
             key = name_key(seed, source.name)
-            self.windows.append(Windows(source.ends, source.part_first, sequence_length, num_shards, key, shuffle))
-        self.dtype = np.result_type(*(source.dtype for source in sources))
+            if samples == "documents":
+                _require(source, source.num_documents > 0, "no document with a token in it")
+                self.readers.append(Documents(source.ends, self.width, key, shuffle))
+            else:
+                _require(
+                    source,
+                    source.num_tokens >= (2 if complete else self.width),
+                    f"less than one window of sequence_length + 1 = {self.width}",
+                )
+                num_shards = count_shards(source.num_tokens, sequence_length, num_logical_shards)
+                self.readers.append(
+                    Windows(source.ends, source.part_first, sequence_length, num_shards, key, shuffle, complete)
+                )
+        self._num_shards = np.array([reader.num_shards if reader else 1 for reader in self.readers])
+        self.dtype: np.dtype[Any] = np.result_type(*(source.dtype for source in sources if source is not None))
+        self._padded = complete or samples == "documents"
+
+    def count(self, once: bool) -> list[int]:
+        """Return the samples in one epoch of each source; ``once`` leaves out windows that reach into the next."""
+        return [reader.count(once) if reader else 0 for reader in self.readers]
 
     def locate(self, samples: Int64, mixture: Mixture) -> tuple[Int64, Int64, Int64]:
         """Return source, logical shard and window of each sample (N,)."""
         source, ticket = mixture.choose(samples)
-        num_shards = np.array([windows.num_shards for windows in self.windows])[source]
-        return source, ticket % num_shards, ticket // num_shards
+        return source, ticket % self._num_shards[source], ticket // self._num_shards[source]
 
-    def read(self, samples: Int64, mixture: Mixture) -> Tokens:
-        """Return the tokens of the samples: (N, L + 1) in the sources' own integer type."""
-        out = np.empty((len(samples), self.width), dtype=self.dtype)
-        source, shard, window = self.locate(samples, mixture)
-        for number in np.unique(source).tolist():
-            rows = np.flatnonzero(source == number)
-            self.sources[number].fill(self.windows[number].pieces(shard[rows], window[rows]), rows, out)
-        return out
+    def read(self, samples: Int64, mixture: Mixture, marked: bool = False) -> tuple[Tokens, Marks | None]:
+        """Return the tokens of the samples, (N, L + 1) in the sources' own integer type, and what each of them is.
+
+        The marks (N, L + 1) uint8 are left out where nobody asks for them and no token is padding.
+        """
+        shape = (len(samples), self.width)
+        out = np.zeros(shape, dtype=self.dtype) if self._padded else np.empty(shape, dtype=self.dtype)
+        marks = np.full(shape, PADS if self._padded else CONTINUES, dtype=np.uint8) if marked or self._padded else None
+        sources, shards, windows = self.locate(samples, mixture)
+        for number in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == number)
+            source, reader = self.sources[number], self.readers[number]
+            assert source is not None, "a source that is gone has no weight"
+            assert reader is not None
+            pieces = reader.pieces(shards[rows], windows[rows])
+            source.fill(pieces, rows, out)
+            if marks is not None:
+                if self._padded:
+                    filled = np.bincount(pieces.row, weights=pieces.size, minlength=len(rows)).astype(np.int64)
+                    marks[rows] = np.where(np.arange(self.width) < filled[:, None], CONTINUES, PADS)
+                marks[rows[pieces.row], pieces.column] = STARTS
+        return out, marks
+
+
+def _require(source: Source, holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(
+            f"Source {source.name!r} has {source.num_tokens} tokens in {source.num_documents} documents, {what}. "
+            f"Add data or shorten sequence_length."
+        )

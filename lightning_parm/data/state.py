@@ -2,51 +2,77 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from lightning_parm.data.loader import TokenLoader
+from lightning_parm.data.schedule import Knots
+from lightning_parm.data.sources.format import Tokens
+from lightning_parm.data.sources.source import Source
+
+VERSION = 1
+_ADVICE = {
+    "sequence_length": "The same tokens would be cut into other samples",
+    "num_logical_shards": "The samples would come in another order",
+    "seed": "The samples would come in another order",
+    "samples": "The samples would be other ones",
+    "at_exhaustion": "The samples would come in another order",
+    "shuffle": "The samples would come in another order",
+}
 
 
-def describe(loader: TokenLoader) -> dict[str, Any]:
-    """Return what the order depends on: a few numbers a source, and no path, so that data may be moved."""
-    return {
-        "sequence_length": loader.sequence_length,
-        "num_logical_shards": loader.num_logical_shards,
-        "seed": loader.seed,
-        "sources": {source.name: source.fingerprint() for source in loader.sources},
-    }
-
-
-def check_state(loader: TokenLoader, state: dict[str, Any]) -> None:
-    """Compare a state with the loader that is to go on from it.
+def check_order(was: dict[str, Any], now: dict[str, Any]) -> None:
+    """Compare what the order depends on besides the data.
 
     Raises:
-        ValueError: something that the order depends on differs; the message names it and says what to do.
+        ValueError: something differs; the message names it and says what to do.
     """
-    now = describe(loader)
-    for name in ("sequence_length", "num_logical_shards", "seed"):
-        if state[name] != now[name]:
+    if was.get("version") != VERSION:
+        raise ValueError(
+            f"The checkpoint's loader state has version {was.get('version')} and this package reads {VERSION}. Resume "
+            f"with the version of lightning-parm that wrote it."
+        )
+    for name, advice in _ADVICE.items():
+        if was["order"][name] != now[name]:
             raise ValueError(
-                f"The checkpoint was made with {name}={state[name]} and the loader has {name}={now[name]}, which is "
-                f"another order of samples. Use {name}={state[name]}, or start a new run."
+                f"The checkpoint was made with {name}={was['order'][name]!r} and the loader has {name}={now[name]!r}. "
+                f"{advice}: use {name}={was['order'][name]!r}, or start a new run."
             )
-    was, is_ = state["sources"], now["sources"]
-    if set(was) != set(is_):
-        raise ValueError(f"The checkpoint has the sources {sorted(was)} and the loader has {sorted(is_)}.")
-    for name, old in was.items():
-        if old != is_[name]:
-            raise ValueError(_difference(name, old, is_[name]))
 
 
-def _difference(name: str, old: list[Any], new: list[Any]) -> str:
+def check_sources(was: dict[str, list[Any]], sources: Sequence[Source]) -> None:
+    """Compare the sources that a checkpoint and a loader share.
+
+    Raises:
+        ValueError: files were added, removed, renamed or changed; the message says which it is and what to do.
+    """
+    for source in sources:
+        if source.name in was and list(was[source.name]) != source.fingerprint():
+            raise ValueError(
+                f"This is other data than the checkpoint's: source {source.name!r} "
+                f"{_difference(was[source.name], source.fingerprint())}. Restore the files as they were; to train on "
+                f"additional data, put the new files into a folder of their own and add it as another source."
+            )
+
+
+def _difference(old: list[Any], new: list[Any]) -> str:
     if new[0] != old[0]:
-        what = f"has {new[0]} files where the checkpoint's had {old[0]}"
-    elif new[3] != old[3]:
-        what = f"has other file names than the checkpoint's ({new[0]} files)"
-    else:
-        what = f"has {new[2]} tokens in {new[1]} documents where the checkpoint's had {old[2]} in {old[1]}"
+        return f"has {new[0]} files where the checkpoint's had {old[0]}"
+    if new[3] != old[3]:
+        return f"has other file names than the checkpoint's, or in another order ({new[0]} files)"
     return (
-        f"This is other data than the checkpoint's: source {name!r} {what}. Restore the files as they were; to train "
-        f"on additional data, put the new files into a folder of their own and add it as another source."
+        f"has {new[2]} tokens in {new[1]} documents where the checkpoint's had {old[2]} in {old[1]}, or the same in "
+        f"another order"
     )
+
+
+def digest(tokens: Tokens) -> str:
+    """Return 64 bits that change when any of the tokens does."""
+    return hashlib.blake2b(tokens.astype("<i8").tobytes(), digest_size=8).hexdigest()
+
+
+def mix_digest(knots: Knots, names: Sequence[str]) -> str:
+    """Return 32 bits that change when a user's mix or the names in it do."""
+    plain = [[at, sorted(zip(names, weights, strict=True))] for at, weights in knots]
+    return hashlib.blake2b(json.dumps(plain).encode(), digest_size=4).hexdigest()

@@ -7,34 +7,14 @@ that lie in it) come in a keyed order, and the documents of a fragment in a keye
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
+from lightning_parm.data.pieces import Pieces
 from lightning_parm.data.shards import shard_bounds
 from lightning_parm.data.shuffle import extend_key, permute
 
 Int64 = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """Stretches of documents, in the order in which they fill the rows. All arrays are (N,) int64.
-
-    Attributes:
-        row: which of the asked windows the piece belongs to.
-        column: where in that window the piece starts.
-        document: the document's number in the source.
-        start: first token taken, counted in the delimited document.
-        size: number of tokens taken.
-    """
-
-    row: Int64
-    column: Int64
-    document: Int64
-    start: Int64
-    size: Int64
 
 
 class Windows:
@@ -47,6 +27,7 @@ class Windows:
         num_shards: logical shards of this source.
         key: 64 bits from the seed and the source's name.
         shuffle: ``False`` keeps the order of the files.
+        complete: end with the last token instead of going on with the next epoch; the last window is then shorter.
 
     >>> windows = Windows(np.array([0, 5, 9, 20]), np.array([0, 3]), 8, 1, key=7, shuffle=False)
     >>> pieces = windows.pieces(np.array([0, 0]), np.array([0, 2]))  # the second crosses into the next epoch
@@ -55,7 +36,14 @@ class Windows:
     """
 
     def __init__(
-        self, ends: Int64, part_first: Int64, sequence_length: int, num_shards: int, key: int, shuffle: bool = True
+        self,
+        ends: Int64,
+        part_first: Int64,
+        sequence_length: int,
+        num_shards: int,
+        key: int,
+        shuffle: bool = True,
+        complete: bool = False,
     ) -> None:
         self.ends = ends
         self.part_first = part_first
@@ -63,17 +51,20 @@ class Windows:
         self.num_shards = num_shards
         self.key = key
         self.shuffle = shuffle
+        self.complete = complete
         self.num_tokens = int(ends[-1])
         self._layouts = _Layouts()
 
-    def epoch(self, shards: Int64, windows: Int64) -> Int64:
-        """Return the epoch in which each window starts, from 0."""
-        low, high = self._range(shards)
-        return windows * self.sequence_length // (high - low)
+    def count(self, once: bool) -> int:
+        """Return the windows in one epoch; with ``once`` those that lie in it whole, with their last label.
 
-    def windows_per_epoch(self) -> int:
-        """Return the whole windows that every logical shard holds in one epoch."""
-        return self.num_tokens // self.num_shards // self.sequence_length
+        >>> Windows(np.array([0, 20]), np.array([0, 1]), 5, 1, key=0).count(once=False)
+        4
+        """
+        share = self.num_tokens // self.num_shards
+        if self.complete:
+            return -(-(share - 1) // self.sequence_length)
+        return self.num_shards * ((share - once) // self.sequence_length)
 
     def pieces(self, shards: Int64, windows: Int64) -> Pieces:
         """Return the pieces of the windows ``windows`` (N,) of the logical shards ``shards`` (N,)."""
@@ -82,7 +73,7 @@ class Windows:
         epoch, start = np.divmod(windows * self.sequence_length, share)
         row, column, length = np.arange(len(shards)), np.zeros_like(shards), self.sequence_length + 1
         stop = np.minimum(start + length, share)
-        spill = np.flatnonzero(start + length > share)
+        spill = np.flatnonzero((start + length > share) & (not self.complete))
         requests = [(row, column, shards, epoch, start, stop)]
         while spill.size:  # a window that crosses the end of an epoch goes on at the start of the next
             row, epoch, shards, share = row[spill], epoch[spill] + 1, shards[spill], share[spill]

@@ -116,7 +116,7 @@ def test_each_rank_reads_its_own_logical_shards_when_the_batch_divides_them(fold
         samples = np.concatenate([loader.next_batch()["sample_index"].numpy() for _ in range(200)])
         source, shard, _ = loader.order.locate(samples, loader.mixture)
         shards.append(set(shard[source == 0].tolist()))
-    assert ranks[0].order.windows[0].num_shards == 32
+    assert ranks[0].order.readers[0].num_shards == 32
     assert all(not a & b for i, a in enumerate(shards) for b in shards[:i])
 
 

@@ -40,9 +40,9 @@ class ArrowFormat:
                 batches = [reader.get_batch(i) for i in range(reader.num_record_batches)] if is_file else list(reader)
             except (pa.ArrowInvalid, OSError) as error:
                 raise BadFile(f"is not a complete Arrow file ({error})") from None
-            column = _token_column(reader.schema)
+            column = token_column(reader.schema)
             field = reader.schema.field(column)
-            values_type = field.type.value_type if _is_list(field.type) else field.type
+            values_type = field.type.value_type if is_list(field.type) else field.type
             dtype = np.dtype(values_type.to_pandas_dtype())
             lengths, positions = [], []
             for batch in batches:
@@ -65,20 +65,21 @@ class ArrowFormat:
             whole = source.read_buffer()
             is_file = whole[:6].to_pybytes() == b"ARROW1"
             schema = (pa.ipc.open_file(whole) if is_file else pa.ipc.open_stream(whole)).schema
-        type_ = schema.field(_token_column(schema)).type
-        return map_tokens(path, (type_.value_type if _is_list(type_) else type_).to_pandas_dtype())
+        type_ = schema.field(token_column(schema)).type
+        return map_tokens(path, (type_.value_type if is_list(type_) else type_).to_pandas_dtype())
 
 
-def _is_list(type_: Any) -> bool:
+def is_list(type_: Any) -> bool:
+    """Say whether an Arrow type is a list of any kind."""
     return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_))
 
 
-def _token_column(schema: Any) -> str:
+def token_column(schema: Any) -> str:
     """Return the column that holds tokens: a well-known name, else the only column of integers or lists of them."""
     candidates = [
         field.name
         for field in schema
-        if pa.types.is_integer(field.type) or (_is_list(field.type) and pa.types.is_integer(field.type.value_type))
+        if pa.types.is_integer(field.type) or (is_list(field.type) and pa.types.is_integer(field.type.value_type))
     ]
     known = [name for name in _COLUMNS if name in candidates]
     if known:
@@ -95,7 +96,7 @@ def _locate(column: Any, whole: Any, itemsize: int) -> tuple[Int64, Int64]:
     """Return the lengths of a record batch's documents and where they start in the file, in tokens."""
     if column.null_count:
         raise BadFile(f"has {column.null_count} rows without a value in its column of tokens")
-    if not _is_list(column.type):
+    if not is_list(column.type):
         values, bounds = column, np.array([0, len(column)], dtype=np.int64)
     elif pa.types.is_fixed_size_list(column.type):
         size = column.type.list_size

@@ -1,67 +1,117 @@
-"""From a path, a folder or a pattern to an ordered list of token files of one format."""
+"""From a path, a folder, a pattern or a URL to an ordered list of token files of one format."""
 
 from __future__ import annotations
 
 import difflib
 import glob
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_parm.data.sources.cache import DiskCache
 from lightning_parm.data.sources.format import Format
+from lightning_parm.data.sources.places import LocalPlace, Place, RemotePlace
 
 
-def find_files(path: str, name: str, formats: Sequence[Format]) -> tuple[Path, list[Path], Format]:
-    """Return the common folder, the files in the order of their relative names, and their format.
+def find_files(path: str, name: str, formats: Sequence[Format], cache: DiskCache) -> tuple[Place, Format]:
+    """Return where the token files of a source lie, in order, and their format.
 
     Args:
-        path: a file, a folder (searched with its sub-folders) or a pattern with ``*``, ``?`` or ``[``.
+        path: a file, a folder (searched with its sub-folders), a pattern with ``*``, ``?`` or ``[``, or a URL.
         name: the source's name, for messages.
         formats: the formats to try, in order; the first that matches a file decides.
+        cache: where fetched files are kept.
 
     Raises:
         ValueError: nothing is there, no file is of a known format, or the files are of several formats.
     """
-    root, candidates = _list(path, name)
-    matched: dict[str, tuple[Format, list[Path]]] = {}
-    for file in candidates:
+    place: Place = RemotePlace(path, cache) if "://" in path else _list(path, name)
+    matched: dict[str, tuple[Format, list[str]]] = {}
+    for file in place.names:
+        if isinstance(place, RemotePlace) and matched:  # one look over the network tells for all of that suffix
+            _, files = next(iter(matched.values()))
+            files += [file] * (Path(file).suffix == Path(files[0]).suffix)
+            continue
         for format_ in formats:
-            if format_.matches(file):
+            if format_.matches(place.path(file)):
                 matched.setdefault(format_.name, (format_, []))[1].append(file)
                 break
+        place.release(file)
     if not matched:
         raise ValueError(
-            f"Source {name!r}: no token files in {path} ({len(candidates)} files looked at). Known formats are "
-            f"{', '.join(f.name for f in formats)}; turn text into tokens with `lightning-parm tokenize`."
+            f"Source {name!r}: no token files in {path} ({len(place.names)} files looked at). Known formats are "
+            f"{', '.join(f.name for f in formats)} (and raw, with dtype=...); turn text into tokens with "
+            f"`lightning-parm tokenize`."
         )
     if len(matched) > 1:
         counts = ", ".join(f"{len(files)} {kind}" for kind, (_, files) in matched.items())
         raise ValueError(
             f"Source {name!r}: {path} mixes formats ({counts}). Name one with format=..., or give a pattern such as "
-            f"{path.rstrip('/')}/*{next(iter(matched.values()))[1][0].suffix}."
+            f"{path.rstrip('/')}/*{Path(next(iter(matched.values()))[1][0]).suffix}."
         )
-    format_, files = next(iter(matched.values()))
-    return root, files, format_
+    format_, place.names = next(iter(matched.values()))
+    return place, format_
 
 
-def _list(path: str, name: str) -> tuple[Path, list[Path]]:
+def find_sources(path: str, formats: Sequence[Format]) -> dict[str, str]:
+    """Return the sources that one path stands for: each sub-folder of token files, or all of it as ``"data"``.
+
+    A folder without token files of its own whose sub-folders hold some is a mix, as fms-fsdp lays it out.
+    """
+    folder = Path(path)
+    if "://" in path or not folder.is_dir():
+        return {"data": path}
+
+    def holds_tokens(files: list[Path]) -> bool:
+        return any(file.is_file() and any(f.matches(file) for f in formats) for file in files)
+
+    if holds_tokens(sorted(folder.glob("*"))):
+        return {"data": path}
+    visible = [entry for entry in sorted(folder.iterdir()) if entry.is_dir() and not entry.name.startswith((".", "_"))]
+    found = {entry.name: str(entry) for entry in visible if holds_tokens(sorted(entry.rglob("*")))}
+    return found or {"data": path}
+
+
+def selected_rows(place: Place) -> tuple[str, ...]:
+    """Return the indices files of a Hugging Face ``datasets`` folder: which rows of its files belong to it."""
+    state = _datasets_state(place.root) if isinstance(place, LocalPlace) else {}
+    return tuple(str(entry["filename"]) for entry in state.get("_indices_data_files") or [])
+
+
+def _list(path: str, name: str) -> LocalPlace:
     if glob.has_magic(path) and not Path(path).exists():
-        fixed = Path()
+        root = Path()
         for piece in Path(path).parts:
             if glob.has_magic(piece):
                 break
-            fixed /= piece
+            root /= piece
         files = [Path(found) for found in glob.glob(path, recursive=True) if Path(found).is_file()]
         if not files:
-            raise ValueError(f"Source {name!r}: no file matches {path}.{_suggest(fixed)}")
+            raise ValueError(f"Source {name!r}: no file matches {path}.{_suggest(root)}")
     else:
-        fixed = Path(path)
-        if not fixed.exists():
-            raise ValueError(f"Source {name!r}: there is no {path}.{_suggest(fixed)}")
-        if fixed.is_file():
-            return fixed.parent, [fixed]
-        files = [file for file in fixed.rglob("*") if file.is_file()]
-    visible = [f for f in files if not any(part.startswith((".", "_")) for part in f.relative_to(fixed).parts)]
-    return fixed, sorted(visible, key=lambda file: file.relative_to(fixed).as_posix())
+        root = Path(path)
+        if not root.exists():
+            raise ValueError(f"Source {name!r}: there is no {path}.{_suggest(root)}")
+        if root.is_file():
+            return LocalPlace(root.parent, [root.name])
+        if (root / "dataset_dict.json").is_file():
+            splits = json.loads((root / "dataset_dict.json").read_text()).get("splits", [])
+            raise ValueError(f"Source {name!r}: {path} holds several splits ({', '.join(splits)}). Name one of them.")
+        state = _datasets_state(root)
+        if state:
+            return LocalPlace(root, [entry["filename"] for entry in state["_data_files"]])
+        files = [file for file in root.rglob("*") if file.is_file()]
+    names = sorted(file.relative_to(root).as_posix() for file in files)
+    return LocalPlace(root, [name for name in names if not any(p.startswith((".", "_")) for p in name.split("/"))])
+
+
+def _datasets_state(root: Path) -> dict[str, list[dict[str, str]]]:
+    """Return the ``state.json`` of a folder that Hugging Face ``datasets`` saved, or nothing."""
+    try:
+        state = json.loads((root / "state.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return state if isinstance(state, dict) and "_data_files" in state else {}
 
 
 def _suggest(path: Path) -> str:

@@ -29,6 +29,7 @@ class FileIndex:
             A format whose :meth:`Format.open` decodes one part at a time (a Parquet row group) must give them, and
             counts ``positions`` from the start of the part.
         delimiter: id of the token between documents where the file says so, else ``None``.
+        offset_bytes: byte of the file at which position 0 is, for reading parts of remote files.
     """
 
     lengths: Int64
@@ -36,6 +37,7 @@ class FileIndex:
     dtype: str
     parts: Int64 | None = None
     delimiter: int | None = None
+    offset_bytes: int = 0
 
 
 class Format(Protocol):

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from lightning_parm.data.sources.files import find_files
-from lightning_parm.data.sources.format import Format, Int64, Tokens
-from lightning_parm.data.sources.index import SourceIndex, build_index
-from lightning_parm.data.windows import Pieces
+from lightning_parm.data.pieces import Pieces
+from lightning_parm.data.sources.cache import DiskCache
+from lightning_parm.data.sources.files import selected_rows
+from lightning_parm.data.sources.format import Format, Int64, Tokens, map_tokens
+from lightning_parm.data.sources.index import SourceIndex
+from lightning_parm.data.sources.places import LocalPlace, Place, RemotePlace
+
+_FETCHES_AT_ONCE = 16
 
 
 class Source:
@@ -27,13 +33,16 @@ class Source:
         ends: (D + 1,) running sum of the delimited lengths.
         part_first: (P + 1,) first document of each part of a file.
         dtype: the smallest integer type that holds the tokens of all files.
+        index: where everything lies, and which files were skipped.
     """
 
-    def __init__(self, name: str, root: Path, format_: Format, index: SourceIndex, delimiter: int | None) -> None:
+    def __init__(
+        self, name: str, place: Place, format_: Format, index: SourceIndex, delimiter: int | None, cache: DiskCache
+    ) -> None:
         self.name = name
-        self.root = root
+        self.place = place
         self.format = format_
-        self.index = index
+        self.index = index = _select(index, place)
         self.delimiter = index.delimiter if delimiter is None else delimiter
         closed = index.last == self.delimiter if self.delimiter is not None else np.zeros(len(index.last), dtype=bool)
         lengths = index.lengths - closed
@@ -41,23 +50,21 @@ class Source:
         self.kept: Int64 = lengths[chosen]
         self.ends: Int64 = np.concatenate([[0], np.cumsum(self.kept + (self.delimiter is not None))]).astype(np.int64)
         self.part_first: Int64 = np.concatenate([[0], np.cumsum(chosen)])[index.part_first].astype(np.int64)
-        self._positions: Int64 = index.positions[chosen]
-        self._tokens: list[Tokens | None] = [None] * len(index.part_file)
         self.dtype: np.dtype[Any] = np.result_type(*(index.dtypes or ("uint16",)))
         if self.delimiter is not None and self.delimiter > np.iinfo(self.dtype).max:
             self.dtype = np.dtype(np.int64)
+        self._positions: Int64 = index.positions[chosen]
+        self._cache = cache
+        self._tokens: dict[int, Tokens] = {}
+        self._start = np.zeros(len(index.part_file), dtype=np.int64)
+        if self.is_remote and not format_.decodes_parts:  # a fetched part holds its own stretch of the file only
+            first = index.positions[np.minimum(index.part_first[:-1], len(index.positions) - 1)]
+            self._start = first if len(index.positions) else self._start
 
-    @classmethod
-    def find(
-        cls, name: str, path: str, formats: Sequence[Format], delimiter: int | None = None, bad_files: str = "raise"
-    ) -> Source:
-        """Find a source's files and index them.
-
-        Raises:
-            ValueError: nothing readable is at ``path``; the message says what is.
-        """
-        root, files, format_ = find_files(path, name, formats)
-        return cls(name, root, format_, build_index(name, root, files, format_, delimiter, bad_files), delimiter)
+    @property
+    def is_remote(self) -> bool:
+        """Whether the files come over a network."""
+        return isinstance(self.place, RemotePlace)
 
     @property
     def num_tokens(self) -> int:
@@ -84,27 +91,69 @@ class Source:
         place = rows[pieces.row] * width + pieces.column
         stop = pieces.start + pieces.size
         kept = self.kept[pieces.document]
-        begin = self._positions[pieces.document] + pieces.start
-        counts = np.minimum(stop, kept) - pieces.start
         parts = np.searchsorted(self.part_first, pieces.document, side="right") - 1
-        tokens = self._tokens
+        begin = self._positions[pieces.document] + pieces.start - self._start[parts]
+        counts = np.minimum(stop, kept) - pieces.start
+        tokens = self._open(np.unique(parts))
         for part, first, count, target in zip(
             parts.tolist(), begin.tolist(), counts.tolist(), place.tolist(), strict=True
         ):
-            held = tokens[part]
-            if held is None:
-                held = self._open(part)
-            flat[target : target + count] = held[first : first + count]
+            flat[target : target + count] = tokens[part][first : first + count]
         if self.delimiter is not None:
-            closing = stop > kept
-            flat[(place + pieces.size - 1)[closing]] = self.delimiter
+            flat[(place + pieces.size - 1)[stop > kept]] = self.delimiter
 
-    def _open(self, part: int) -> Tokens:
+    def _open(self, parts: Int64) -> dict[int, Tokens]:
+        """Return the arrays of all open parts, after opening those of ``parts`` that are not."""
+        missing = [part for part in parts.tolist() if part not in self._tokens]
+        if not missing:
+            return self._tokens
+        if self.is_remote or self.format.decodes_parts:
+            if len(self._tokens) * _mean_part_bytes(self) > self._cache.limit_bytes:
+                self._tokens = {part: self._tokens[part] for part in parts.tolist() if part in self._tokens}
+            with ThreadPoolExecutor(max_workers=_FETCHES_AT_ONCE) as pool:
+                self._tokens.update(zip(missing, pool.map(self._cached, missing), strict=True))
+        else:
+            for file in np.unique(self.index.part_file[missing]).tolist():
+                mapped = self.format.open(self.place.path(self.index.names[file]), 0)
+                self._tokens.update((part, mapped) for part in np.flatnonzero(self.index.part_file == file).tolist())
+        return self._tokens
+
+    def _cached(self, part: int) -> Tokens:
+        """Return one part that has to be fetched or decoded, from the cache folder."""
         file = int(self.index.part_file[part])
-        held = self.format.open(self.root / self.index.names[file], int(self.index.part_number[part]))
-        for other in np.flatnonzero(self.index.part_file == file).tolist() if not self.format.decodes_parts else [part]:
-            self._tokens[other] = held
-        return held
+        name, dtype = self.index.names[file], self.index.dtypes[file]
+
+        def produce(target: Path) -> None:
+            if self.format.decodes_parts:
+                whole = self.place.kept(name) if isinstance(self.place, RemotePlace) else self.place.path(name)
+                self.format.open(whole, int(self.index.part_number[part])).astype(dtype).tofile(target)
+            elif isinstance(self.place, RemotePlace):
+                inside = slice(self.index.part_first[part], self.index.part_first[part + 1])
+                stop = int((self.index.positions[inside] + self.index.lengths[inside]).max(initial=0))
+                size, offset = np.dtype(dtype).itemsize, int(self.index.file_offset_bytes[file])
+                start = int(self._start[part])
+                target.write_bytes(self.place.read(name, offset + start * size, offset + stop * size))
+
+        key = f"{self.place.describe(name)}/{self.place.signature(name)}/{part}"
+        return map_tokens(self._cache.fetch(key, produce), dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokens": [None] * len(self._tokens)}
+        return {**self.__dict__, "_tokens": {}}
+
+
+def _mean_part_bytes(source: Source) -> float:
+    return source.num_tokens * source.dtype.itemsize / max(len(source.index.part_file), 1)
+
+
+def _select(index: SourceIndex, place: Place) -> SourceIndex:
+    """Keep the rows that a Hugging Face ``datasets`` folder selects, in the order of its files."""
+    files = selected_rows(place)
+    if not files or not isinstance(place, LocalPlace):
+        return index
+    chosen: list[Int64] = []
+    for file in files:
+        with pa.memory_map(str(place.root / file)) as source:
+            chosen.append(pa.ipc.open_stream(source).read_all().column(0).to_numpy().astype(np.int64))
+    rows = np.sort(np.concatenate(chosen))
+    per_document = {name: getattr(index, name)[rows] for name in ("lengths", "positions", "first", "last")}
+    return replace(index, part_first=np.searchsorted(rows, index.part_first), **per_document)

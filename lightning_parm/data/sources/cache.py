@@ -1,0 +1,77 @@
+"""A bounded folder of fetched or decoded parts, shared by the processes of a machine."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+DEFAULT_LIMIT_BYTES = 16 << 30
+
+
+class DiskCache:
+    """Files by key; the least recently used go when the limit is passed.
+
+    Several processes may ask for the same key at once: one produces the file, the others wait for it. A file that is
+    removed while another process has it mapped stays readable there.
+
+    Args:
+        folder: where the files lie.
+        limit_bytes: how large the folder may become, together with what is being written.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self.folder = folder
+        self.limit_bytes = limit_bytes
+
+    def fetch(self, key: str, produce: Callable[[Path], None], suffix: str = "") -> Path:
+        """Return the file of ``key``; ``produce`` writes it to the path it is given if it is not there."""
+        name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+        path = self.folder / (name + suffix)
+        if self._touch(path):
+            return path
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._lock(name):
+            if self._touch(path):
+                return path
+            partial = self.folder / f".{name}.{os.getpid()}{suffix}"
+            try:
+                produce(partial)
+                self._evict(partial.stat().st_size)
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+        return path
+
+    def _touch(self, path: Path) -> bool:
+        try:
+            os.utime(path)
+        except OSError:
+            return False
+        return True
+
+    @contextmanager
+    def _lock(self, name: str) -> Iterator[None]:
+        # One of 64 lock files, so that locks do not pile up.
+        with (self.folder / f".lock.{int(name[:2], 16) % 64}").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _evict(self, incoming: int) -> None:
+        entries = []
+        for entry in os.scandir(self.folder):
+            if not entry.name.startswith("."):
+                try:
+                    status = entry.stat()
+                except FileNotFoundError:  # another process was faster
+                    continue
+                entries.append((status.st_mtime_ns, status.st_size, entry.path))
+        excess = sum(size for _, size, _ in entries) + incoming - self.limit_bytes
+        for _, size, path in sorted(entries):
+            if excess <= 0:
+                break
+            Path(path).unlink(missing_ok=True)
+            excess -= size
