@@ -34,12 +34,6 @@ from lightning_parm.placement import ParameterPlacement
 META = "meta.pt"
 
 
-def is_sharded(path: str | Path) -> bool:
-    """Whether ``path`` is a directory written by :func:`save_sharded`, finished or not."""
-    folder = Path(path)
-    return folder.is_dir() and ((folder / META).is_file() or any(folder.glob("shards-*")))
-
-
 def save_sharded(
     checkpoint: dict[str, Any], path: str | Path, broadcast: Callable[[tuple[str, str]], tuple[str, str]]
 ) -> None:

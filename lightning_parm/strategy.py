@@ -333,7 +333,7 @@ class ParmStrategy(DDPStrategy):
         """Read a file or a directory, whichever topology wrote it."""
         self._parallelize()
         path = Path(checkpoint_path)
-        if not sharded.is_sharded(path):
+        if not path.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         like = dict(self._named(self.lightning_module.state_dict()))
