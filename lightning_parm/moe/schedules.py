@@ -11,7 +11,7 @@ S tokens, equal on all N_MP peers; E experts spread over N_EP ranks, each cut ov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -139,7 +139,9 @@ def s1(layer: Layer, x: Tensor, transport: Transport, chunks: int) -> Outcome:
     """MP pauses before the router, so no token is routed, sent or computed twice; chunks are ranges of tokens."""
     topology, mp = layer.topology, layer.topology.group("tensor_parallel")
     send, give_back = TRANSPORTS[transport]
-    over_mp = partial(replicate, group=mp)  # every mp peer applies its replicas to its own tokens only
+    over_mp = cache(
+        partial(replicate, group=mp)
+    )  # peers apply their replicas to their own tokens; all chunks share one
     if layer.sequence_parallel:
         peers, own = [len(x)], x
         part = Part(topology.data_parallel_size + topology.rank, 0, len(x))
