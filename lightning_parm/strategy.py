@@ -18,18 +18,23 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
 
 from lightning_parm import checkpoint as sharded
 from lightning_parm.gradients import GradientReducer, clip_by_global_norm, global_norm
+from lightning_parm.launcher import WholeWeightsLauncher
 from lightning_parm.moe import Topology
 from lightning_parm.moe.topology import Axis
-from lightning_parm.placement import ParameterPlacement, make_replicas_equal, moe_layers, place_parameters
+from lightning_parm.placement import (
+    ParameterPlacement,
+    cut_dense_layers,
+    make_replicas_equal,
+    moe_layers,
+    place_parameters,
+)
 
 
 class ParmStrategy(DDPStrategy):
@@ -126,6 +131,8 @@ class ParmStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         self._resolve(self.num_nodes * self.num_processes, rank=0)  # wrong sizes fail in the Trainer's constructor
         super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = WholeWeightsLauncher(self, start_method=self._start_method)
 
     @property
     def launcher(self) -> _Launcher | None:
@@ -163,28 +170,13 @@ class ParmStrategy(DDPStrategy):
 
     def _parallelize(self) -> None:
         """Cut the model over the ranks; the second call of a run finds nothing left to do."""
-        module, topology = self.lightning_module, self.topology
+        module = self.lightning_module
         assert module is not None
         for _, layer in moe_layers(module):
-            if topology.world_size > 1 and layer.topology != topology:
-                layer.parallelize(topology, self.schedule, self.transport, self.chunks)
-        sharded_already = any(isinstance(parameter, DTensor) for parameter in module.parameters())
-        if topology.tensor_parallel_size > 1 and not sharded_already:
-            plan = getattr(module, "tensor_parallel_plan", None)
-            if plan:
-                mesh = topology.dense_mesh(self.root_device.type)["tensor_parallel"]
-                parallelize_module(module, mesh, plan() if callable(plan) else plan)
-            else:
-                dense = sum(p.numel() for p in module.parameters()) - sum(
-                    p.numel() for _, layer in moe_layers(module) for p in layer.parameters()
-                )
-                rank_zero_warn(
-                    f"tensor_parallel_size={topology.tensor_parallel_size}, but the module has no "
-                    f"tensor_parallel_plan: its {dense:,} dense parameters are replicated, and each of the "
-                    f"{topology.tensor_parallel_size} ranks computes all of every dense layer. Give the module a "
-                    "tensor_parallel_plan, or set tensor_parallel_size=1."
-                )
-        self._placements = place_parameters(module, topology, self.root_device.type)
+            if self.topology.world_size > 1 and layer.topology != self.topology:
+                layer.parallelize(self.topology, self.schedule, self.transport, self.chunks)
+        cut_dense_layers(module, self.topology, self.root_device.type)
+        self._placements = place_parameters(module, self.topology, self.root_device.type)
 
     def setup(self, trainer: Any) -> None:
         """Cut the model, make replicas equal, and build optimizers and gradient buckets."""
@@ -203,8 +195,6 @@ class ParmStrategy(DDPStrategy):
             # Peers hold the same activations, so they must draw the same dropout masks.
             torch.manual_seed(self.broadcast(torch.initial_seed()) + self.topology.data_parallel_rank)
         if fitting:
-            if self._reducer is not None:
-                self._reducer.remove()
             groups: dict[Axis, dist.ProcessGroup | None] = {
                 "data_parallel": self.topology.group("data_parallel"),
                 "expert_data_parallel": self.topology.group("expert_data_parallel"),
@@ -219,6 +209,13 @@ class ParmStrategy(DDPStrategy):
     def _placed(self, module: nn.Module | None) -> list[tuple[nn.Parameter, ParameterPlacement]]:
         assert module is not None
         return [(parameter, self._placements[name]) for name, parameter in module.named_parameters()]
+
+    def teardown(self) -> None:
+        """Leave the module without hooks, so that another Trainer may take it."""
+        if self._reducer is not None:
+            self._reducer.remove()
+            self._reducer = None
+        super().teardown()
 
     # ---------------------------------------------------------------- gradients
 
@@ -282,7 +279,7 @@ class ParmStrategy(DDPStrategy):
 
     @property
     def _sharded(self) -> bool:
-        return self._save_distributed_checkpoint and self.topology.world_size > 1
+        return self._save_distributed_checkpoint and self._topology is not None and self._topology.world_size > 1
 
     def _named(self, state: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return [(n, self._placements[n].as_dtensor(v) if n in self._placements else v) for n, v in state.items()]
@@ -290,8 +287,12 @@ class ParmStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state: DTensors for a sharded checkpoint, else whole tensors on rank 0."""
         assert self.lightning_module is not None
-        named = self._named(self.lightning_module.state_dict())
-        return dict(named) if self._sharded else sharded.full_tensors(named, keep=self.is_global_zero)
+        return dict(self._named(self.lightning_module.state_dict())) if self._sharded else self.whole_state_dict()
+
+    def whole_state_dict(self) -> dict[str, Any]:
+        """The module's state with whole tensors on rank 0 and nothing on the others; every rank must call it."""
+        assert self.lightning_module is not None
+        return sharded.full_tensors(self._named(self.lightning_module.state_dict()), keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole or sharded tensors, keeping this rank's part."""

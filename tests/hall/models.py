@@ -32,9 +32,11 @@ class RecordingGPT(GPT):
         self.norms.append(float(norm))
 
 
-def small_gpt(dtype: torch.dtype = torch.float32, **options: Any) -> RecordingGPT:
+def small_gpt(
+    dtype: torch.dtype = torch.float32, cls: type[RecordingGPT] = RecordingGPT, **options: Any
+) -> RecordingGPT:
     """Two MoE blocks of four experts over 32 tokens; the same weights in every process."""
     seed_everything(7, verbose=False)
     sizes = {"vocab_size": 32, "num_layers": 2, "num_heads": 2, "model_dim": 16, "hidden_dim": 32, "num_experts": 4}
     off = {"balance_loss_weight": 0.0, "z_loss_weight": 0.0}  # losses of a token set are not averages of its parts
-    return RecordingGPT(**{**sizes, **off, "learning_rate": 0.02, "warmup_steps": 2, **options}).to(dtype)
+    return cls(**{**sizes, **off, "learning_rate": 0.02, "warmup_steps": 2, **options}).to(dtype)
