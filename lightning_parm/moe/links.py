@@ -77,8 +77,8 @@ class Links:
         line = self.collectives.get(f"{kind}/{axis}") or self.collectives.get(kind)
         if line is None:
             raise ValueError(
-                f"These links have no constants for {kind} over {axis}, only for {', '.join(sorted(self.collectives))}; "
-                "calibrate on groups of the same sizes."
+                f"These links have no constants for {kind} over {axis}, only for "
+                f"{', '.join(sorted(self.collectives))}; calibrate on groups of the same sizes."
             )
         return line.seconds(num_bytes)
 

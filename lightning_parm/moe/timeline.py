@@ -63,6 +63,7 @@ def duration(happened: Sequence[Moment], overlap: Callable[[str, str], float], b
     """Seconds that the moments take.
 
     Things in flight together slow each other down: with an overlap of 0 each runs at half its rate, with 1 at its own.
+    Only collectives along one axis that do not overlap at all queue up, as they do on one NCCL communicator.
 
     Args:
         happened: From :func:`moments`.
@@ -74,20 +75,24 @@ def duration(happened: Sequence[Moment], overlap: Callable[[str, str], float], b
         >>> duration(happened, lambda a, b: 0.0), duration(happened, lambda a, b: float("compute" in (a, b)))
         (6.0, 5.0)
     """
-    flying: dict[int, tuple[str, float]] = {}  # by chunk: axis and seconds left if it were alone
+    flying: dict[int, tuple[str, float]] = {}  # by chunk, oldest first: axis and seconds left if it were alone
     total = 0.0
 
     def advance(until: int) -> None:
         nonlocal total
         while until in flying:
+            moving: dict[int, str] = {}
+            for chunk, (axis, _) in flying.items():
+                if axis not in moving.values() or overlap(axis, axis) > 0:
+                    moving[chunk] = axis
             rates = {
-                chunk: 1 / (1 + sum(1 - overlap(axis, other) for peer, (other, _) in flying.items() if peer != chunk))
-                for chunk, (axis, _) in flying.items()
+                chunk: 1 / (1 + sum(1 - overlap(axis, other) for peer, other in moving.items() if peer != chunk))
+                for chunk, axis in moving.items()
             }
-            first = min(flying, key=lambda chunk: flying[chunk][1] / rates[chunk])
+            first = min(moving, key=lambda chunk: flying[chunk][1] / rates[chunk])
             passed = flying[first][1] / rates[first]
-            for chunk, (axis, left) in tuple(flying.items()):
-                flying[chunk] = (axis, left - passed * rates[chunk])
+            for chunk, axis in moving.items():
+                flying[chunk] = (axis, flying[chunk][1] - passed * rates[chunk])
             del flying[first]
             total += passed
 
