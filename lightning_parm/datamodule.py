@@ -14,6 +14,7 @@ from lightning_parm.data.evaluation import EvaluationLoader
 from lightning_parm.data.loader import TokenLoader
 from lightning_parm.data.sources.cache import DEFAULT_LIMIT_BYTES
 from lightning_parm.data.sources.registry import open_sources
+from lightning_parm.elastic import Position, replica
 
 _SHOW_PROGRESS_FROM = 64  # files
 
@@ -178,7 +179,7 @@ class TokenDataModule(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Return the position: plain values, the same on every rank, taken without communication."""
         state = self._open().state_dict(samples=self._consumed())
-        return {**state, "batches": self._processed(), "samples_in_epoch": self._samples_in_epoch()}
+        return {**state, "batches": Position.processed(self.trainer), "samples_in_epoch": self._samples_in_epoch()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the checkpoint was taken; loading a model for a test leaves the training stream alone.
@@ -189,12 +190,12 @@ class TokenDataModule(pl.LightningDataModule):
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
         self._open().load_state_dict(state_dict)
-        self._base_samples, self._base_batches = int(state_dict["samples"]), int(state_dict["batches"])
+        self._position.resume(int(state_dict["samples"]), int(state_dict["batches"]))
         self._resumed_in_epoch = int(state_dict["samples_in_epoch"])
 
     def _open(self) -> TokenLoader:
         if self._loader is None:
-            rank, size = self._replica()
+            rank, size = replica(self.trainer)
             self._loader = TokenLoader(
                 self.sources, rank=rank, size=size, **self._shape, **self._made, **self._opening, **self._stream
             )
@@ -202,34 +203,20 @@ class TokenDataModule(pl.LightningDataModule):
 
     def _evaluate(self, sources: str | dict[str, str] | None) -> EvaluationLoader:
         assert sources is not None
-        rank, size = self._replica()
+        rank, size = replica(self.trainer)
         return EvaluationLoader(
             sources, rank=rank, size=size, make=BatchMaker(**self._made), **self._shape, **self._opening
         )
 
-    def _replica(self) -> tuple[int, int]:
-        """Return the data-parallel rank and size, which strategies keep for their samplers."""
-        known = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) if self.trainer else None
-        return (int(known["rank"]), int(known["num_replicas"])) if known else (0, 1)
-
     def _forget(self) -> None:
         """Stand at the first sample, for a Trainer that has done nothing yet."""
         self._loader = None
-        self._base_samples = self._base_batches = 0
+        self._position = Position()
         self._resumed_in_epoch = 0
         self._carried: tuple[int, int, int] | None = None
 
-    def _processed(self) -> int:
-        """Return the batches that the training loop has finished, over all fits of this Trainer."""
-        if self.trainer is None:
-            return 0
-        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total
-        return int(progress.processed)
-
     def _consumed(self) -> int:
-        """Return the samples consumed. Loops that are not restored yet count less than the checkpoint: zero since."""
-        since = max(0, self._processed() - self._base_batches)
-        return self._base_samples + since * self._open().samples_per_step
+        return self._position.consumed(self.trainer, self._open().samples_per_step)
 
     def _samples_in_epoch(self) -> int:
         """Return the samples of the epoch under way, 0 at its end, counted over resumes with other batch sizes."""
@@ -246,7 +233,7 @@ class TokenDataModule(pl.LightningDataModule):
     def _rescale_epoch(self) -> None:
         """Say in batches of the present size how far the resumed epoch is, so that it ends where it would have."""
         samples, self._resumed_in_epoch = self._resumed_in_epoch, 0
-        if self.trainer is None or not samples or self._processed() != self._base_batches:
+        if self.trainer is None or not samples or not self._position.is_restored(self.trainer):
             return
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         shift = samples // self._open().samples_per_step - progress.processed

@@ -123,6 +123,7 @@ class TokenLoader(IterableDataset[Batch]):
         names = [source.name for source in self.sources]
         shares: Mix = weights or {source.name: max(float(source.num_tokens), 1.0) for source in self.sources}
         self._configured = as_knots(shares, names, sequence_length)
+        self._configured_digest = mix_digest(self._configured, names)
         self._arrange(names, ((0, self._configured),))
 
     @property
@@ -217,15 +218,15 @@ class TokenLoader(IterableDataset[Batch]):
             samples: samples consumed, where something outside counts them; ``None`` is what this loader handed out.
         """
         samples = self._samples if samples is None else samples
+        fingerprints = {source.name: list(source.fingerprint) for source in self.sources}
         return {
             "version": VERSION,
             "samples": samples,
             "epoch_start": self._epoch_start,
             "order": dict(self._order_arguments),
-            "names": list(self._names),
-            "sources": {source.name: source.fingerprint() for source in self.sources},
-            "mix": pack(self._plans),
-            "configured": mix_digest(self._configured, [source.name for source in self.sources]),
+            "sources": {name: fingerprints.get(name) for name in self._names},
+            "mix": self._packed,
+            "configured": self._configured_digest,
             "digest": self._digest(samples),
         }
 
@@ -240,11 +241,12 @@ class TokenLoader(IterableDataset[Batch]):
         check_order(state, self._order_arguments)
         check_sources(state["sources"], self.sources)
         samples, own = int(state["samples"]), [source.name for source in self.sources]
-        names = [*state["names"], *(name for name in own if name not in state["names"])]
-        added = (0.0,) * (len(names) - len(state["names"]))
+        old = state["sources"]
+        names = [*old, *(name for name in own if name not in old)]
+        added = (0.0,) * (len(names) - len(old))
         plans = unpack(state["mix"])
         self._arrange(names, tuple((at, tuple((k, (*w, *added)) for k, w in knots)) for at, knots in plans))
-        changed = set(own) != set(state["sources"]) or state["configured"] != mix_digest(self._configured, own)
+        changed = set(own) != {name for name in old if old[name]} or state["configured"] != self._configured_digest
         if changed:
             self._plan(samples, self._configured)
         if not changed and state["digest"] != self._digest(samples):
@@ -271,6 +273,7 @@ class TokenLoader(IterableDataset[Batch]):
         self._resolve()
 
     def _resolve(self) -> None:
+        self._packed = pack(self._plans)
         self._segments: Segments = segments_of(self._plans)
         self._end = _ENDLESS
         policy = self._order_arguments["at_exhaustion"]
@@ -283,10 +286,7 @@ class TokenLoader(IterableDataset[Batch]):
         if samples < _DIGESTED or any(source.is_remote for source in self.sources):
             return None
         self._digest_mixture = self._digest_mixture or self.mixture
-        last = np.arange(samples - _DIGESTED, samples)
-        chosen = self._digest_mixture.choose(last)[0]
-        last = last[[self.order.sources[number] is not None for number in chosen.tolist()]]
-        return digest(self.order.read(last, self._digest_mixture)[0])
+        return digest(self.order.read(np.arange(samples - _DIGESTED, samples), self._digest_mixture)[0])
 
     def _read(self, start: int, stride: int, num_workers: int) -> BlockReader:
         steps = Steps(self.batch_size, stride)

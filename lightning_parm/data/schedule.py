@@ -9,8 +9,7 @@ plan; every change during training appends one. From the plans follow the *segme
 from __future__ import annotations
 
 import base64
-import json
-import zlib
+import bz2
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -129,9 +128,13 @@ def _first_exhausted(mixture: Mixture, capacities: Sequence[int], left: set[int]
 
 
 def pack(plans: Plans) -> str:
-    """Return plans as a short string: most runs' mix changes often and little."""
-    plain = json.dumps(plans, separators=(",", ":")).replace(".0,", ",").replace(".0]", "]")
-    return base64.b85encode(zlib.compress(plain.encode(), 9)).decode()
+    """Return plans as a short string: a line a plan, compressed, because a mix may change a hundred times in a run."""
+    lines, before = [], 0
+    for start, knots in plans:
+        texts = [("" if at == start else f"{at}:") + " ".join(_shortest(w) for w in weights) for at, weights in knots]
+        lines.append(f"{start - before};{'|'.join(texts)}")
+        before = start
+    return base64.b85encode(bz2.compress("\n".join(lines).encode())).decode()
 
 
 def unpack(packed: str) -> Plans:
@@ -140,8 +143,20 @@ def unpack(packed: str) -> Plans:
     >>> unpack(pack(((0, ((0, (0.25, 1.0)),)),)))
     ((0, ((0, (0.25, 1.0)),)),)
     """
-    plain = json.loads(zlib.decompress(base64.b85decode(packed)))
-    return tuple(
-        (int(start), tuple((int(at), tuple(float(w) for w in weights)) for at, weights in knots))
-        for start, knots in plain
-    )
+    plans: list[tuple[int, Knots]] = []
+    start = 0
+    for line in bz2.decompress(base64.b85decode(packed)).decode().split("\n"):
+        step, _, texts = line.partition(";")
+        start += int(step)
+        knots = []
+        for text in texts.split("|"):
+            at, _, weights = text.rpartition(":")
+            knots.append((int(at) if at else start, tuple(float(w) for w in weights.split(" "))))
+        plans.append((start, tuple(knots)))
+    return tuple(plans)
+
+
+def _shortest(weight: float) -> str:
+    """Return the fewest characters that read back as the same float: 0.5 is ".5" and 2.0 is "2"."""
+    text = repr(weight).removesuffix(".0")
+    return text[1:] if text.startswith("0.") else text

@@ -41,17 +41,18 @@ def check_order(was: dict[str, Any], now: dict[str, Any]) -> None:
             )
 
 
-def check_sources(was: dict[str, list[Any]], sources: Sequence[Source]) -> None:
-    """Compare the sources that a checkpoint and a loader share.
+def check_sources(was: dict[str, list[Any] | None], sources: Sequence[Source]) -> None:
+    """Compare the sources that a checkpoint and a loader share; one that had been removed may come back changed.
 
     Raises:
         ValueError: files were added, removed, renamed or changed; the message says which it is and what to do.
     """
     for source in sources:
-        if source.name in was and list(was[source.name]) != source.fingerprint():
+        old = was.get(source.name)
+        if old and tuple(old) != source.fingerprint:
             raise ValueError(
                 f"This is other data than the checkpoint's: source {source.name!r} "
-                f"{_difference(was[source.name], source.fingerprint())}. Restore the files as they were; to train on "
+                f"{_difference(old, list(source.fingerprint))}. Restore the files as they were; to train on "
                 f"additional data, put the new files into a folder of their own and add it as another source."
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,15 @@ class Source:
         """Documents with at least one token."""
         return len(self.kept)
 
-    def fingerprint(self) -> list[int | str]:
-        """Return files, documents, tokens, and digests of the file names and of the document lengths, in order.
+    @cached_property
+    def fingerprint(self) -> tuple[int | str, ...]:
+        """Files, documents, tokens, and digests of the file names and of the document lengths, in order.
 
         The folder is left out: data may be moved.
         """
         names = hashlib.blake2b("\n".join(self.index.names).encode(), digest_size=4).hexdigest()
         shape = hashlib.blake2b(self.ends.tobytes() + self.part_first.tobytes(), digest_size=4).hexdigest()
-        return [len(self.index.names), self.num_documents, self.num_tokens, names, shape]
+        return len(self.index.names), self.num_documents, self.num_tokens, names, shape
 
     def fill(self, pieces: Pieces, rows: Int64, out: Tokens) -> None:
         """Copy pieces of documents into ``out`` (N, L + 1); ``rows`` says which row each asked window is."""
