@@ -106,8 +106,8 @@ def cut_dense_layers(module: nn.Module, topology: Topology, device_type: str) ->
     dense = sum(p.numel() for p in module.parameters() if id(p) not in in_mixtures)
     rank_zero_warn(
         f"tensor_parallel_size={topology.tensor_parallel_size}, but the module has no tensor_parallel_plan: its "
-        f"{dense:,} dense parameters are replicated, and each of the {topology.tensor_parallel_size} ranks computes all "
-        "of every dense layer. Give the module a tensor_parallel_plan, or set tensor_parallel_size=1."
+        f"{dense:,} dense parameters are replicated, and each of the {topology.tensor_parallel_size} ranks computes "
+        "all of every dense layer. Give the module a tensor_parallel_plan, or set tensor_parallel_size=1."
     )
 
 

@@ -20,7 +20,6 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parm import checkpoint as sharded
