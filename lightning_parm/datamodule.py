@@ -145,7 +145,7 @@ class TokenDataModule(pl.LightningDataModule):
         """Return the stream of training batches from the first sample not yet consumed on."""
         loader = self._open()
         loader.seek(self._consumed())
-        self._rescale_epoch()
+        self._position.rescale_epoch(self.trainer, loader.samples_per_step)
         return SizedTokenStream(loader) if self.sized else TokenStream(loader)
 
     def val_dataloader(self) -> Any:
@@ -179,7 +179,7 @@ class TokenDataModule(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Return the position: plain values, the same on every rank, taken without communication."""
         state = self._open().state_dict(samples=self._consumed())
-        return {**state, "batches": Position.processed(self.trainer), "samples_in_epoch": self._samples_in_epoch()}
+        return {**state, **self._position.state_dict(self.trainer, self._open().samples_per_step)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the checkpoint was taken; loading a model for a test leaves the training stream alone.
@@ -190,8 +190,7 @@ class TokenDataModule(pl.LightningDataModule):
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
         self._open().load_state_dict(state_dict)
-        self._position.resume(int(state_dict["samples"]), int(state_dict["batches"]))
-        self._resumed_in_epoch = int(state_dict["samples_in_epoch"])
+        self._position.load_state_dict(int(state_dict["samples"]), state_dict)
 
     def _open(self) -> TokenLoader:
         if self._loader is None:
@@ -212,34 +211,9 @@ class TokenDataModule(pl.LightningDataModule):
         """Stand at the first sample, for a Trainer that has done nothing yet."""
         self._loader = None
         self._position = Position()
-        self._resumed_in_epoch = 0
-        self._carried: tuple[int, int, int] | None = None
 
     def _consumed(self) -> int:
         return self._position.consumed(self.trainer, self._open().samples_per_step)
-
-    def _samples_in_epoch(self) -> int:
-        """Return the samples of the epoch under way, 0 at its end, counted over resumes with other batch sizes."""
-        if self.trainer is None:
-            return 0
-        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        if progress.processed >= self.trainer.num_training_batches:
-            return 0
-        epoch, batches, samples = self._carried or (-1, 0, 0)
-        if epoch != self.trainer.current_epoch:
-            batches = samples = 0
-        return samples + (int(progress.processed) - batches) * self._open().samples_per_step
-
-    def _rescale_epoch(self) -> None:
-        """Say in batches of the present size how far the resumed epoch is, so that it ends where it would have."""
-        samples, self._resumed_in_epoch = self._resumed_in_epoch, 0
-        if self.trainer is None or not samples or not self._position.is_restored(self.trainer):
-            return
-        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        shift = samples // self._open().samples_per_step - progress.processed
-        for count in ("ready", "started", "processed", "completed"):
-            setattr(progress, count, getattr(progress, count) + shift)
-        self._carried = (self.trainer.current_epoch, progress.processed, samples)
 
 
 class TokenStream:

@@ -27,6 +27,7 @@ class ElasticSampler(DistributedSampler[int]):
         seed: another seed is another order.
         shuffle: ``False`` keeps the data set's order.
         start: samples consumed so far, over all ranks.
+        endless: go on after the epoch in which it stands.
 
     Raises:
         ValueError: the data set is empty, or the rank is not below the size.
@@ -39,7 +40,14 @@ class ElasticSampler(DistributedSampler[int]):
     """
 
     def __init__(
-        self, length: int, rank: int = 0, size: int = 1, seed: int = 0, shuffle: bool = True, start: int = 0
+        self,
+        length: int,
+        rank: int = 0,
+        size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        start: int = 0,
+        endless: bool = False,
     ) -> None:
         if length < 1:
             raise ValueError(f"length={length}: there is nothing to sample from.")
@@ -48,6 +56,7 @@ class ElasticSampler(DistributedSampler[int]):
         super().__init__(range(length), num_replicas=size, rank=rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
         self.length = length
         self.start = start
+        self.endless = endless
         self._key = name_key(seed, "elastic")
 
     def __len__(self) -> int:
@@ -56,10 +65,11 @@ class ElasticSampler(DistributedSampler[int]):
         return max(1, left // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        count = len(self)
-        for first in range(0, count, _AT_ONCE):
-            places = np.arange(first, min(first + _AT_ONCE, count))
-            yield from self.at(self.start + self.rank + places * self.num_replicas).tolist()
+        start, first, count = self.start, 0, len(self)
+        while self.endless or first < count:
+            last = first + _AT_ONCE if self.endless else min(first + _AT_ONCE, count)
+            yield from self.at(start + self.rank + np.arange(first, last) * self.num_replicas).tolist()
+            first = last
 
     def at(self, samples: Any) -> Any:
         """Return the index of each of the run's samples (N,): random access."""

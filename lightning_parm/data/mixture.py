@@ -104,7 +104,8 @@ class Mixture:
     def _source(self, lane: Int64, turn: Int64) -> Int64:
         segment = np.searchsorted(self._starts, turn * self.num_lanes + lane, side="right") - 1
         point = (self._phases[lane] + turn * _STEP) & (CIRCLE - 1)
-        return np.sum(point[:, None] >= self._bounds[segment, 1:], axis=1)
+        source: Int64 = np.sum(point[:, None] >= self._bounds[segment, 1:], axis=1)
+        return source
 
     def _before(self, lanes: Int64, turn: int) -> Int64:
         """Return (N, S) how often each of the distinct lanes chose each source before round ``turn``."""

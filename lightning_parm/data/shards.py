@@ -31,4 +31,5 @@ def shard_bounds(shard: npt.ArrayLike, num_tokens: int, num_shards: int) -> Int6
     """
     shard = np.asarray(shard, dtype=np.int64)
     quotient, remainder = divmod(num_tokens, num_shards)  # shard * num_tokens could exceed 64 bits
-    return shard * quotient + shard * remainder // num_shards
+    bounds: Int64 = shard * quotient + shard * remainder // num_shards
+    return bounds

@@ -34,7 +34,8 @@ class NpyFormat:
 
     def open(self, path: Path, part: int) -> Tokens:
         """Map the file."""
-        return self._load(path).reshape(-1)
+        flat: Tokens = self._load(path).reshape(-1)
+        return flat
 
     def _load(self, path: Path) -> Any:
         try:
