@@ -24,6 +24,7 @@ from lightning_parm import cli
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lightning_parm", *arguments]
     environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    environment.pop("MASTER_PORT", None)  # of a Trainer that ran in this process
     options = {"cwd": cwd, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, start_new_session=True, **options)
     try:
@@ -165,13 +166,15 @@ LIGHTNING = pytest.mark.filterwarnings("ignore")
 
 def trained(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run one of the Trainer's commands in this process, on one device."""
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # Lightning sets it for the processes it starts; undone after the test
+    environment = dict(os.environ)  # Lightning leaves a seed and a port there for the processes that it starts
     monkeypatch.setattr(sys, "argv", ["lightning-parm", *arguments])
     try:
         cli.main()
     finally:
         if dist.is_initialized():  # the strategy's group of one must not be here when other tests fork ranks
             dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 @LIGHTNING

@@ -24,10 +24,12 @@ def test_demo_trains_resumes_and_proves_it(tmp_path: Path) -> None:
     callbacks["ModelCheckpoint"]["init_args"]["every_n_train_steps"] = 6
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--config=small.yaml", "--megabytes=0.2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("MASTER_PORT", None)  # of a Trainer that ran in this process
     process = subprocess.Popen(
         [*command, "--steps=6", "--resumed-steps=6"],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
