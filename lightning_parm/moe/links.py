@@ -8,7 +8,7 @@ kind of collective and each axis, since an axis inside a node is faster than one
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -122,6 +122,38 @@ class Links:
             return cls.from_json(Path(path).read_text())
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def fit_line(sizes: Sequence[float], times: Sequence[float], rounds: int = 10) -> tuple[Line, float]:
+    """Fit a line by relative least squares in which outliers weigh less; returns it and its largest relative error.
+
+    Args:
+        sizes: Bytes.
+        times: Seconds.
+        rounds: Of reweighting by Huber's function.
+
+    Example:
+        >>> line, residual = fit_line([1e4, 1e5, 1e6], [0.0011, 0.002, 0.011])
+        >>> round(line.alpha_seconds, 6), round(line.beta_seconds, 12), round(residual, 6)
+        (0.001, 1e-08, 0.0)
+    """
+    trust = [1.0] * len(sizes)
+    alpha = beta = 0.0
+    for _ in range(rounds):
+        weights = [part / (time * time) for part, time in zip(trust, times, strict=True)]
+        total = sum(weights)
+        mean_size = sum(w * size for w, size in zip(weights, sizes, strict=True)) / total
+        mean_time = sum(w * time for w, time in zip(weights, times, strict=True)) / total
+        spread = sum(w * (size - mean_size) ** 2 for w, size in zip(weights, sizes, strict=True))
+        slope = sum(
+            w * (size - mean_size) * (time - mean_time) for w, size, time in zip(weights, sizes, times, strict=True)
+        )
+        beta = max(slope / spread, 0.0) if spread else 0.0
+        alpha = max(mean_time - beta * mean_size, 0.0)
+        errors = [abs(alpha + beta * size - time) / time for size, time in zip(sizes, times, strict=True)]
+        scale = max(1.5 * sorted(errors)[len(errors) // 2], 0.02)
+        trust = [min(1.0, scale / error) if error else 1.0 for error in errors]
+    return Line(alpha, beta), max(errors)
 
 
 #: Constants published by Parm's authors for their 32-GPU cluster, one line a kind for every axis. They published

@@ -1,0 +1,52 @@
+"""The order of collectives of DeepSpeed since 0.14.5, as a competitor: its algorithm on our primitives.
+
+It drops the tensor-parallel duplicates before the first AlltoAll and restores them right after it::
+
+    route, dispatch, drop | AlltoAll ep | AllGather mp | experts, AllReduce mp
+    drop | AlltoAll ep | AllGather mp | combine
+
+Taking its order but our router, kernels and transport of rows means that a comparison shows the order alone.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_parm.moe.collectives import all_to_all, gather, reduce, replicate, split
+from lightning_parm.moe.routers import Part
+from lightning_parm.moe.schedules import Layer, _arrange, _route
+
+
+def deepspeed_order(layer: Layer, x: Tensor) -> Tensor:
+    """Tokens ``(S, M)``, equal on mp peers, through the layer's experts; returns ``(S, M)``.
+
+    Args:
+        layer: A parallelised MoE layer with N_MP = N_ESP, without shared experts.
+        x: ``(S, M)``.
+
+    Raises:
+        ValueError: If N_MP and N_ESP differ.
+    """
+    topology = layer.topology
+    size, rank = topology.tensor_parallel_size, topology.tensor_parallel_rank
+    if size != topology.expert_shard_size:
+        raise ValueError(
+            f"The order of DeepSpeed needs tensor_parallel_size = expert_shard_size, but they are {size} and "
+            f"{topology.expert_shard_size}."
+        )
+    mp, ep = topology.group("tensor_parallel"), topology.group("expert_parallel")
+    choice, _ = _route(layer, x, [Part(topology.data_parallel_rank, 0, len(x))])
+    routing, plan = _arrange(layer, choice, "two_hop", [len(x)], share=True)
+    (peers,), (layout,) = plan.sizes, plan.layouts
+    # rows from each ep peer, in the exchange that this mp peer takes part in and in those beside it
+    width = topology.expert_parallel_size
+    lanes = [layout.receive[first : first + width] for first in range(0, size * width, width)]
+    widths = [sum(lane) for lane in lanes]
+
+    rows = split(routing.dispatch(x), peers, mp).wait()
+    rows = all_to_all(rows, layout.send, lanes[rank], ep).wait()
+    rows = replicate(gather(rows, widths, mp).wait(), mp)
+    rows = layout.by_source(layer.experts(layout.by_expert(rows), layout.per_expert))
+    rows = split(reduce(rows, mp).wait(), widths, mp).wait()
+    rows = all_to_all(rows, lanes[rank], layout.send, ep).wait()
+    return routing.combine(gather(rows, peers, mp).wait())

@@ -1,0 +1,260 @@
+"""Measures the constants of the cost model on the running groups, in a few seconds, and keeps them on disk.
+
+All groups along an axis talk at once, as they do in a layer, and a measurement is that of the slowest rank. What runs
+at the same time is measured at the same time: overlaps are not assumed. Wrong or stale constants cost speed only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_parm.moe.choice import candidates
+from lightning_parm.moe.cost import Workload
+from lightning_parm.moe.experts import Experts
+from lightning_parm.moe.layer import MoE
+from lightning_parm.moe.links import Kind, Line, LinkAxis, Links, fit_line
+from lightning_parm.moe.prediction import Candidate, seconds
+from lightning_parm.moe.topology import Topology
+
+_SIZES = {"cpu": (2**14, 2**17, 2**20), "cuda": (2**16, 2**20, 2**24, 2**26)}
+_REPETITIONS = 7
+_LINES: tuple[tuple[Kind, LinkAxis], ...] = (
+    ("all_to_all", "expert_parallel"),
+    ("all_to_all", "fused"),
+    ("all_to_all", "expert_shard"),
+    ("all_gather", "expert_shard"),
+    ("all_gather", "tensor_parallel"),
+    ("reduce_scatter", "expert_shard"),
+    ("all_reduce", "expert_shard"),
+    ("all_reduce", "tensor_parallel"),
+)
+_SENT, _FUSED, _SPREAD, _GATHERED = _LINES[0], _LINES[1], _LINES[3], _LINES[4]
+#: What schedules have in flight together; ``None`` is the rank's own work.
+_PAIRS = (
+    *((_FUSED, other) for other in (_FUSED, _GATHERED, None)),
+    *((_SENT, other) for other in (_SENT, _SPREAD, _GATHERED, None)),
+    *((_SPREAD, other) for other in (_SPREAD, None)),
+    *((_GATHERED, other) for other in (_GATHERED, None)),
+)
+
+
+def calibrate(
+    topology: Topology, device: torch.device | str, cache_folder: str | Path | None = None, refresh: bool = False
+) -> Links:
+    """Measure the cluster for a topology; every rank must call it, and every rank gets the same constants.
+
+    The random state of the process stays as it was.
+
+    Args:
+        topology: The sizes of the groups.
+        device: Where this rank computes.
+        cache_folder: Where constants are kept by hosts, backend, sizes and versions; ``None`` measures every time.
+        refresh: Whether to measure although there are kept constants.
+
+    Raises:
+        ValueError: If the topology has one rank only, which has no links.
+
+    Example:
+        >>> calibrate(Topology.local(), "cpu")
+        Traceback (most recent call last):
+        ...
+        ValueError: One rank has no links to calibrate; calibrate where torch.distributed has at least 2 ranks.
+    """
+    if topology.world_size == 1:
+        raise ValueError("One rank has no links to calibrate; calibrate where torch.distributed has at least 2 ranks.")
+    device = torch.device(device)
+    path = None if cache_folder is None else Path(cache_folder) / f"links-{_fingerprint(topology, device)}.json"
+    found: list[Links | None] = [None]
+    if topology.rank == 0 and path is not None and path.exists() and not refresh:
+        try:
+            found = [Links.load(path)]
+        except ValueError:
+            found = [None]  # a broken file is measured anew
+    dist.broadcast_object_list(found, 0)
+    if found[0] is None:
+        found = [_Calibration(topology, device).links()]
+        dist.broadcast_object_list(found, 0)
+        if topology.rank == 0 and path is not None and found[0] is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found[0].save(path)
+    assert found[0] is not None
+    return found[0]
+
+
+def _fingerprint(topology: Topology, device: torch.device) -> str:
+    hosts: list[str] = [""] * topology.world_size
+    dist.all_gather_object(hosts, platform.node())
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    sizes = (topology.tensor_parallel_size, topology.expert_parallel_size, topology.expert_shard_size)
+    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, 1]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+class _Calibration:
+    """One run of all measurements."""
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        self.topology = topology
+        self.device = device
+        self.sizes = _SIZES.get(device.type, _SIZES["cuda"])
+
+    def links(self) -> Links:
+        generators = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(generators):
+            lines, residual = self._lines()
+            rates = self._compute_rate(), self._copy_rate()
+            links = Links(lines, *rates, self._overlaps(), {}, residual, f"measured on {platform.node()}")
+            overheads = self._overheads(links)
+        return Links(lines, *rates, links.overlaps, overheads, residual, links.source)
+
+    def _time(self, *runs: Callable[[], object]) -> list[float]:
+        """Median over repetitions, in turn, of the slowest rank's seconds; the same numbers on every rank."""
+        times: list[list[float]] = [[] for _ in runs]
+        for repetition in range(_REPETITIONS + 1):  # the first warms up
+            for run, seen in zip(runs, times, strict=True):
+                self._synchronize()
+                dist.barrier()
+                started = time.perf_counter()
+                run()
+                self._synchronize()
+                if repetition:
+                    seen.append(time.perf_counter() - started)
+        slowest = torch.tensor(times, dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return [max(statistics.median(seen), 1e-9) for seen in slowest.tolist()]
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _collective(self, kind: Kind, axis: LinkAxis, num_bytes: float) -> Callable[[], dist.Work]:
+        """Something that starts a collective of so many bytes."""
+        group, size = self.topology.group(axis), self.topology.size(axis)
+        part = max(int(num_bytes) // 4 // size, 1)
+        whole, other = (torch.zeros(part * size, device=self.device) for _ in range(2))
+        shard = torch.zeros(part, device=self.device)
+        calls: dict[Kind, Callable[[], dist.Work]] = {
+            "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group, async_op=True),
+            "all_gather": lambda: dist.all_gather_single(other, shard, group=group, async_op=True),
+            "reduce_scatter": lambda: dist.reduce_scatter_single(shard, whole, group=group, async_op=True),
+            "all_reduce": lambda: dist.all_reduce(whole, group=group, async_op=True),
+        }
+        return calls[kind]
+
+    def _lines(self) -> tuple[dict[str, Line], float]:
+        lines: dict[str, Line] = {}
+        residuals = [0.0]
+        for kind, axis in _LINES:
+            if self.topology.size(axis) == 1:
+                continue
+            twin: LinkAxis = "expert_parallel" if axis == "fused" else "expert_shard"
+            same = self.topology.size(twin) > 1 and self.topology.group(twin) is self.topology.group(axis)
+            if same and f"{kind}/{twin}" in lines:
+                lines[f"{kind}/{axis}"] = lines[f"{kind}/{twin}"]
+                continue
+            times = self._time(*(_waited(self._collective(kind, axis, size)) for size in self.sizes))
+            lines[f"{kind}/{axis}"], residual = fit_line(self.sizes, times)
+            residuals.append(residual)
+        return lines, max(residuals)
+
+    def _compute_rate(self) -> float:
+        """Of forward and backward of one expert, all ranks busy."""
+        rows, dim = (512, 512) if self.device.type == "cpu" else (4096, 4096)
+        experts = Experts(dim, dim, 1, "gelu", device=self.device)
+        experts.reset_parameters(0)
+        x = torch.randn(rows, dim, device=self.device, requires_grad=True)
+        return 3 * 2 * 2 * rows * dim * dim / self._time(lambda: experts(x, [rows]).sum().backward())[0]
+
+    def _copy_rate(self) -> float:
+        rows = torch.zeros(self.sizes[-1] // 1024, 256, device=self.device)
+        order = torch.randperm(len(rows), device=self.device)
+        return rows.nbytes / self._time(lambda: rows.index_select(0, order))[0]
+
+    def _overlaps(self) -> dict[str, float]:
+        """How much vanishes of the shorter of two things; what cannot be taken apart from noise counts as nothing."""
+        overlaps: dict[str, float] = {}
+        matrix = torch.zeros(256, 256, device=self.device)
+        (product,) = self._time(lambda: matrix @ matrix)
+        size = self.sizes[-1] / 2
+        for first, second in _PAIRS:
+            if self.topology.size(first[1]) == 1 or (second is not None and self.topology.size(second[1]) == 1):
+                continue
+            start = self._collective(*first, size)
+            if second is None:
+                (length,) = self._time(_waited(start))
+                finish = self._products(matrix, max(round(length / product), 1))
+            else:
+                finish = _waited(self._collective(*second, size))
+            alone, beside, together = self._time(_waited(start), finish, _both(start, finish))
+            hidden = (alone + beside - together) / min(alone, beside)
+            names = sorted((first[1], "compute" if second is None else second[1]))
+            overlaps["+".join(names)] = min(max(hidden, 0.0), 1.0)
+        return overlaps
+
+    def _products(self, matrix: torch.Tensor, count: int) -> Callable[[], object]:
+        return lambda: [matrix @ matrix for _ in range(count)]
+
+    def _overheads(self, links: Links) -> dict[str, tuple[float, float]]:
+        """What a layer with next to nothing to send costs beyond the alphas of its collectives."""
+        topology, dim = self.topology, 16 * self.topology.expert_shard_size
+        experts, tokens = topology.expert_parallel_size, 8 * topology.tensor_parallel_size
+        torch.manual_seed(0)  # all ranks hold the same weights
+        layer = MoE(dim, dim, experts, top_k=1, activation="gelu", device=self.device).parallelize(topology)
+        torch.manual_seed(topology.data_parallel_rank)  # and mp peers the same tokens
+        x = torch.randn(tokens, dim, device=self.device, requires_grad=True)
+        work = Workload(
+            num_tokens=tokens,
+            model_dim=dim,
+            hidden_dim=dim,
+            num_experts=experts,
+            top_k=1,
+            tensor_parallel_size=topology.tensor_parallel_size,
+            expert_parallel_size=experts,
+            expert_shard_size=topology.expert_shard_size,
+            num_matrices=2,
+        )
+
+        def run(candidate: Candidate) -> Callable[[], None]:
+            def forward_and_backward() -> None:
+                assert candidate.schedule != "deepspeed"
+                layer.schedule, layer.transport, layer.chunks = candidate.schedule, *candidate[1:]
+                layer(x).sum().backward()
+
+            return forward_and_backward
+
+        single = candidates(topology, max_chunks=1)
+        chunked = [each._replace(chunks=3) for each in single if each.schedule != "plain"]
+        every = [*single, *chunked]
+        times = dict(zip(every, self._time(*map(run, every)), strict=True))
+        beyond = {each: seen - seconds(each, work, links) for each, seen in times.items()}
+        return {
+            f"{each.schedule}/{each.transport}": (
+                beyond[each],
+                max(0.0, beyond.get(each._replace(chunks=3), beyond[each]) - beyond[each]) / 2,
+            )
+            for each in single
+        }
+
+
+def _waited(start: Callable[[], dist.Work]) -> Callable[[], object]:
+    return lambda: start().wait()
+
+
+def _both(start: Callable[[], dist.Work], finish: Callable[[], object]) -> Callable[[], object]:
+    """Something that is done while a collective is in flight."""
+
+    def together() -> None:
+        work = start()
+        finish()
+        work.wait()
+
+    return together
