@@ -38,6 +38,7 @@ class Experts(nn.Module):
 
     Example:
         >>> experts = Experts(model_dim=4, hidden_dim=8, num_experts=2)
+        >>> experts.reset_parameters(seed=0)
         >>> experts(torch.randn(5, 4), [2, 3]).shape
         torch.Size([5, 4])
     """
@@ -85,7 +86,10 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Uniform in ``1/sqrt(fan in)``; expert e is drawn from ``seed + e``, so its weights depend on no topology."""
+        """Uniform in ``1/sqrt(fan in)``; expert e is drawn from ``seed + e``, so its weights depend on no topology.
+
+        Until then the parameters are uninitialised.
+        """
         first = self.topology.expert_parallel_rank * self.w_in.shape[0]
         bounds = {"w_in": self.w_in.shape[-1], "b_in": self.w_in.shape[-1]}
         for name, (_, hidden_dim) in self.placements().items():

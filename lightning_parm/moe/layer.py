@@ -156,12 +156,13 @@ class MoE(nn.Module):
     def reset_parameters(self) -> None:
         """Draw all parameters anew: equal on all ranks, and expert e the same wherever it is."""
         device = self.router.weight.device
-        seed = torch.randint(2**62, (), dtype=torch.int64)
-        if self.topology.world_size > 1 and device.type != "meta":  # ranks may have been seeded differently
-            seed = seed.to(device)
-            dist.broadcast(seed, 0)
         if device.type == "meta":
             return
+        seed = torch.randint(2**62, (), dtype=torch.int64).to(device)
+        if self.topology.world_size > 1:  # ranks may have been seeded differently
+            dist.broadcast(seed, 0)
+        self.tokens_per_expert.zero_()
+        self._load.zero_()
         self.router.reset_parameters(int(seed))
         self.experts.reset_parameters(int(seed) + 1)
         if self.shared_experts is not None:

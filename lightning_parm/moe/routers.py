@@ -59,7 +59,9 @@ class Router(nn.Module):
         ValueError: If k experts cannot be chosen.
 
     Example:
-        >>> choice, _ = Router(model_dim=4, num_experts=3, top_k=2)(torch.randn(5, 4))
+        >>> router = Router(model_dim=4, num_experts=3, top_k=2)
+        >>> router.reset_parameters(seed=0)
+        >>> choice, _ = router(torch.randn(5, 4))
         >>> choice.expert.shape, torch.allclose(choice.weight.sum(-1), torch.ones(5))
         (torch.Size([5, 2]), True)
     """
@@ -108,16 +110,12 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, model_dim, device=device, dtype=dtype))
         bias = torch.zeros(num_experts, device=device) if kind == "sigmoid" else None
         self.register_buffer("bias", bias)
-        self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Uniform in ``1/sqrt(M)``, as ``torch.nn.Linear``, from ``seed`` or the default generator; no bias."""
-        if self.weight.device.type == "meta":
-            return
+    def reset_parameters(self, seed: int) -> None:
+        """Uniform in ``1/sqrt(M)``, as ``torch.nn.Linear``; no bias. Until then the weight is uninitialised."""
         bound = 1 / math.sqrt(self.weight.shape[1])
-        generator = None if seed is None else torch.Generator(self.weight.device).manual_seed(seed)
-        self.weight.uniform_(-bound, bound, generator=generator)
+        self.weight.uniform_(-bound, bound, generator=torch.Generator(self.weight.device).manual_seed(seed))
         if self.bias is not None:
             self.bias.zero_()
 
