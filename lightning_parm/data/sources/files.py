@@ -37,6 +37,7 @@ def find_files(path: str, name: str, formats: Sequence[Format], cache: DiskCache
                 matched.setdefault(format_.name, (format_, []))[1].append(file)
                 break
         place.release(file)
+    place.release("")
     if not matched:
         raise ValueError(
             f"Source {name!r}: no token files in {path} ({len(place.names)} files looked at). Known formats are "

@@ -130,11 +130,14 @@ def _build(name: str, place: Place, format_: Format, delimiter: int | None, prog
         return _look(place, place.names[number], format_, delimiter)
 
     found = []
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        for number, entry in enumerate(pool.map(look, range(len(place.names))), start=1):
-            found.append(entry)
-            if progress is not None:
-                progress(name, number, len(place.names))
+    try:
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            for number, entry in enumerate(pool.map(look, range(len(place.names))), start=1):
+                found.append(entry)
+                if progress is not None:
+                    progress(name, number, len(place.names))
+    finally:
+        place.release("")
     pairs = list(zip(place.names, found, strict=True))
     good = [(file, entry) for file, entry in pairs if not isinstance(entry, BadFile)]
     said = {entry.index.delimiter for _, entry in good if len(entry.index.lengths)} - {None}

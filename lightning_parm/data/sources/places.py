@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from lightning_parm.data.sources.cache import DiskCache
@@ -29,7 +30,7 @@ class Place(Protocol):
         ...
 
     def release(self, name: str) -> None:
-        """Say that the whole file is not needed any more."""
+        """Say that the whole file is not needed any more; with ``""``, that none is."""
         ...
 
     def describe(self, name: str) -> str:
@@ -86,7 +87,7 @@ class RemotePlace:
             raise ValueError(f"{url} needs a package that is not installed: {error}") from None
         self.url = url
         self._cache = cache
-        self._mirror: TemporaryDirectory[str] | None = None
+        self._mirror = cache.folder / f".whole.{uuid.uuid4().hex}"
         self._signatures: dict[str, str] = {}
         if any(sign in root for sign in "*?["):
             found = self._retry(url, lambda: self._files.glob(root))
@@ -110,13 +111,10 @@ class RemotePlace:
 
     def path(self, name: str) -> Path:
         """Fetch the whole file, and what lies beside it under the same stem or as ``index.json``."""
-        if self._mirror is None:
-            self._cache.folder.mkdir(parents=True, exist_ok=True)
-            self._mirror = TemporaryDirectory(dir=self._cache.folder, prefix=".whole.")
         stem, folder = name.rpartition(".")[0], name.rpartition("/")[0]
         beside = [stem + ".idx", f"{folder}/index.json".lstrip("/")]
         for other in [*(o for o in beside if o in self.names and o != name), name]:
-            path = Path(self._mirror.name) / other
+            path = self._mirror / other
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 partial = path.with_name(f".{path.name}.{threading.get_ident()}")
@@ -125,9 +123,11 @@ class RemotePlace:
         return path
 
     def release(self, name: str) -> None:
-        """Remove the fetched file."""
-        if self._mirror is not None:
-            (Path(self._mirror.name) / name).unlink(missing_ok=True)
+        """Remove the fetched file, or with ``""`` all of them."""
+        if name:
+            (self._mirror / name).unlink(missing_ok=True)
+        else:
+            shutil.rmtree(self._mirror, ignore_errors=True)
 
     def kept(self, name: str) -> Path:
         """Fetch the whole file into the bounded cache, for formats that decode parts of it."""

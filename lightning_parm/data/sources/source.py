@@ -104,6 +104,16 @@ class Source:
         if self.delimiter is not None:
             flat[(place + pieces.size - 1)[stop > kept]] = self.delimiter
 
+    def part_tokens(self, part: int) -> Tokens:
+        """Return the tokens of all documents of one part of a file, as they lie there."""
+        inside = slice(self.index.part_first[part], self.index.part_first[part + 1])
+        starts = self.index.positions[inside] - self._start[part]
+        stops = starts + self.index.lengths[inside]
+        held = self._open(np.array([part]))[part]
+        breaks = np.flatnonzero(starts[1:] != stops[:-1]) + 1  # between documents there may be what are no tokens
+        runs = zip(starts[np.r_[0, breaks]][: len(starts)], stops[np.r_[breaks - 1, -1]][: len(starts)], strict=True)
+        return np.concatenate([held[:0], *(held[start:stop] for start, stop in runs)])
+
     def _open(self, parts: Int64) -> dict[int, Tokens]:
         """Return the arrays of all open parts, after opening those of ``parts`` that are not."""
         missing = [part for part in parts.tolist() if part not in self._tokens]
