@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -99,14 +99,14 @@ class GradientReducer:
 
     Args:
         parameters: ``(parameter, placement)`` in an order that is the same on all ranks.
-        groups: Process group of each axis; None for a group of one rank.
+        group_of: Gives the process group along an axis; None for a group of one rank.
         bucket_size_bytes: Size at which a bucket is closed.
     """
 
     def __init__(
         self,
         parameters: Iterable[tuple[nn.Parameter, ParameterPlacement]],
-        groups: dict[Axis, dist.ProcessGroup | None],
+        group_of: Callable[[Axis], dist.ProcessGroup | None],
         bucket_size_bytes: int = 25 * 2**20,
     ) -> None:
         self._handles: list[Any] = []
@@ -122,7 +122,7 @@ class GradientReducer:
                 scale = placement.gradient_scale
                 self._handles.append(parameter.register_hook(lambda grad, scale=scale: grad * scale))
             axis = placement.reduce_axis
-            if axis is None or groups[axis] is None:
+            if axis is None or group_of(axis) is None:
                 continue
             shard = _local(parameter)
             key = (axis, shard.dtype, shard.device)
@@ -131,7 +131,7 @@ class GradientReducer:
                 closed.append((axis, opened.pop(key)))
         closed.extend((key[0], bucket) for key, bucket in opened.items())
         for axis, members in closed:
-            group = groups[axis]
+            group = group_of(axis)
             assert group is not None
             bucket = _Bucket(members, group)
             self._buckets.append(bucket)

@@ -23,10 +23,10 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_parm import checkpoint as sharded
+from lightning_parm.automatic import AutomaticSchedule
 from lightning_parm.gradients import GradientReducer, clip_by_global_norm, global_norm
 from lightning_parm.launcher import WholeWeightsLauncher
 from lightning_parm.moe import Topology
-from lightning_parm.moe.topology import Axis
 from lightning_parm.placement import (
     ParameterPlacement,
     cut_dense_layers,
@@ -56,6 +56,8 @@ class ParmStrategy(DDPStrategy):
         timeout: How long a collective may take before its rank gives up.
         start_method: How processes are started.
         bucket_size_bytes: Gradients are averaged in buckets of this size while backward runs.
+        calibrate: Whether what is ``"auto"`` is chosen by a cost model with constants measured on the running groups,
+            in a few seconds after the first batch and kept for later runs. If not, layers run ``s1``, ``fused``.
 
     Raises:
         ValueError: If the sizes do not multiply to the number of ranks; in the Trainer's constructor, before any
@@ -85,6 +87,7 @@ class ParmStrategy(DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         bucket_size_bytes: int = 25 * 2**20,
+        calibrate: bool = True,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self.tensor_parallel_size = tensor_parallel_size
@@ -93,11 +96,13 @@ class ParmStrategy(DDPStrategy):
         self.schedule = schedule
         self.transport = transport
         self.chunks = chunks
+        self.calibrate = calibrate
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._bucket_size_bytes = bucket_size_bytes
         self._topology: Topology | None = None
         self._placements: dict[str, ParameterPlacement] = {}
         self._reducer: GradientReducer | None = None
+        self._automatic: AutomaticSchedule | None = None
         self._reduce_gradients = True
 
     # ---------------------------------------------------------------- sizes and processes
@@ -194,11 +199,9 @@ class ParmStrategy(DDPStrategy):
             # Peers hold the same activations, so they must draw the same dropout masks.
             torch.manual_seed(self.broadcast(torch.initial_seed()) + self.topology.data_parallel_rank)
         if fitting:
-            groups: dict[Axis, dist.ProcessGroup | None] = {
-                "data_parallel": self.topology.group("data_parallel"),
-                "expert_data_parallel": self.topology.group("expert_data_parallel"),
-            }
-            self._reducer = GradientReducer(self._placed(module), groups, self._bucket_size_bytes)
+            self._reducer = GradientReducer(self._placed(module), self.topology.group, self._bucket_size_bytes)
+            fixed = (self.schedule, self.transport, self.chunks)
+            self._automatic = AutomaticSchedule.watch(module, self.topology, fixed) if self.calibrate else None
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -209,11 +212,17 @@ class ParmStrategy(DDPStrategy):
         assert module is not None
         return [(parameter, self._placements[name]) for name, parameter in module.named_parameters()]
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before the second batch, choose the schedules for the sizes that the first one had."""
+        if self._automatic is not None:
+            self._automatic.before_batch(self.root_device)
+
     def teardown(self) -> None:
         """Leave the module without hooks, so that another Trainer may take it."""
-        if self._reducer is not None:
-            self._reducer.remove()
-            self._reducer = None
+        for watcher in (self._automatic, self._reducer):
+            if watcher is not None:
+                watcher.remove()
+        self._automatic = self._reducer = None
         super().teardown()
 
     # ---------------------------------------------------------------- gradients

@@ -24,8 +24,7 @@ def make_model() -> nn.Sequential:
 
 def make_reducer(model: nn.Module, world_size: int, bucket_size_bytes: int = TINY, **options: Any) -> GradientReducer:
     placement = ParameterPlacement(reduce_axis="data_parallel", num_copies=world_size, **options)
-    groups = {"data_parallel": dist.group.WORLD, "expert_data_parallel": None}
-    return GradientReducer([(p, placement) for p in model.parameters()], groups, bucket_size_bytes)
+    return GradientReducer([(p, placement) for p in model.parameters()], lambda _: dist.group.WORLD, bucket_size_bytes)
 
 
 def inputs(rank: int, batch: int = 0) -> Tensor:

@@ -32,7 +32,7 @@ class Model(RecordingGPT):
 
 if __name__ == "__main__":
     model = small_gpt(cls=Model)
-    strategy = ParmStrategy(start_method={start_method!r}, timeout=timedelta(seconds=30))
+    strategy = ParmStrategy(start_method={start_method!r}, timeout=timedelta(seconds=30), calibrate=False)
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=3,
         logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         use_distributed_sampler=False)

@@ -9,6 +9,8 @@ import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_parm import ParmStrategy
+
 
 class ForkedEnvironment(ClusterEnvironment):
     """The ranks exist already and have a process group; Lightning only needs to know who is who."""
@@ -50,8 +52,12 @@ class ForkedEnvironment(ClusterEnvironment):
         return 0
 
 
-def make_trainer(rank: int, world_size: int, strategy: Any = "auto", **options: Any) -> L.Trainer:
-    """A quiet CPU Trainer for one of ``world_size`` forked ranks."""
+def make_trainer(
+    rank: int, world_size: int, strategy: Any = "auto", calibrate: bool = False, **options: Any
+) -> L.Trainer:
+    """A quiet CPU Trainer for one of ``world_size`` forked ranks; measuring its links is asked for where it matters."""
+    if isinstance(strategy, ParmStrategy):
+        strategy.calibrate = calibrate
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     quiet["enable_checkpointing"] = False
     return L.Trainer(

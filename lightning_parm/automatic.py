@@ -1,0 +1,131 @@
+"""Chooses the schedule of every MoE layer after the first batch of a fit, when the layers' sizes are known."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
+
+from lightning_parm.moe import MoE, Topology
+from lightning_parm.moe.calibrate import calibrate
+from lightning_parm.moe.choice import Choice, choose
+from lightning_parm.moe.links import Links
+from lightning_parm.moe.prediction import Candidate
+from lightning_parm.placement import moe_layers
+
+log = logging.getLogger("lightning.pytorch")
+
+
+def cache_folder() -> Path:
+    """Where measured constants are kept between runs: ``$XDG_CACHE_HOME/lightning_parm``, or under ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_parm"
+
+
+class AutomaticSchedule:
+    """Watches the first batch, then sets ``schedule``, ``transport`` and ``chunks`` of each layer, on all ranks alike.
+
+    What the user fixed stays fixed. Measured constants never change results, only speed.
+
+    Args:
+        module: The model; its layers run their defaults until :meth:`decide`.
+        topology: Sizes and groups.
+        fixed: ``(schedule, transport, chunks)`` as the user gave them, ``"auto"`` for what is to be chosen.
+    """
+
+    def __init__(self, module: nn.Module, topology: Topology, fixed: tuple[Any, Any, Any]) -> None:
+        self._topology = topology
+        self._fixed = fixed
+        self._batches = 0
+        self._layers = list(moe_layers(module))
+        self._seen = [(0, 4)] * len(self._layers)  # tokens and bytes of an element, by layer
+        self._handles = [
+            layer.register_forward_pre_hook(self._note(index)) for index, (_, layer) in enumerate(self._layers)
+        ]
+
+    @classmethod
+    def watch(cls, module: nn.Module, topology: Topology, fixed: tuple[Any, Any, Any]) -> AutomaticSchedule | None:
+        """Begin, if there is anything to choose: a layer that communicates, and a choice the user left open."""
+        communicates = topology.fused_size > 1 or topology.tensor_parallel_size > 1
+        if communicates and "auto" in fixed and fixed[0] != "baseline" and any(True for _ in moe_layers(module)):
+            return cls(module, topology, fixed)
+        return None
+
+    def before_batch(self, device: torch.device) -> None:
+        """Call before every batch; the second call decides, on every rank alike whatever the first batch held."""
+        self._batches += 1
+        if self._batches == 2:
+            self.decide(device)
+
+    def _note(self, index: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            assert isinstance(layer, MoE)
+            tokens = inputs[0].numel() // layer.model_dim
+            peers = self._topology.tensor_parallel_size if layer.sequence_parallel else 1
+            self._seen[index] = (max(self._seen[index][0], tokens * peers), inputs[0].element_size())
+
+        return hook
+
+    def decide(self, device: torch.device, links: Links | None = None) -> list[Choice]:
+        """Calibrate, choose for each layer, and set it; every rank must call it.
+
+        Args:
+            device: Where this rank computes.
+            links: Constants of the cluster; None measures them, or takes the kept ones of an equal run.
+        """
+        self.remove()
+        seen = torch.tensor(self._seen, device=device)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX)  # ranks may hold batches of different sizes
+        links = links or calibrate(self._topology, device, cache_folder())
+        choices: list[Any] = [
+            self._choose(layer, int(tokens), int(element_bytes), links)
+            for (_, layer), (tokens, element_bytes) in zip(self._layers, seen.tolist(), strict=True)
+        ]
+        dist.broadcast_object_list(choices, 0)  # equal anyway; this makes it certain
+        for (_, layer), choice in zip(self._layers, choices, strict=True):
+            layer.schedule, layer.transport, layer.chunks = choice.candidate
+        self._report(choices)
+        return choices
+
+    def _choose(self, layer: MoE, tokens: int, element_bytes: int, links: Links) -> Choice:
+        def allowed(candidate: Candidate) -> bool:
+            return all(fixed in ("auto", value) for fixed, value in zip(self._fixed, candidate, strict=True))
+
+        return choose(
+            self._topology,
+            tokens,
+            layer.model_dim,
+            layer.hidden_dim,
+            layer.num_experts,
+            layer.top_k,
+            layer.capacity_factor,
+            links,
+            element_bytes=element_bytes,
+            num_matrices=3 if layer.experts.activation == "swiglu" else 2,
+            sequence_parallel=layer.sequence_parallel,
+            allowed=allowed,
+        )
+
+    @rank_zero_only
+    def _report(self, choices: list[Choice]) -> None:
+        width = max(len(name) for name, _ in self._layers)
+        lines = ["Schedules by predicted milliseconds of forward and backward:"]
+        for (name, _), choice in zip(self._layers, choices, strict=True):
+            best_first = sorted(choice.seconds, key=lambda candidate: choice.seconds[candidate])
+            others = ", ".join(f"{c} {1e3 * choice.seconds[c]:.2f}" for c in best_first if c != choice.candidate)
+            lines.append(
+                f"  {name:{width}}  {choice.candidate} {1e3 * choice.seconds[choice.candidate]:.2f}  (others: {others})"
+            )
+        log.info("\n".join(lines))
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
