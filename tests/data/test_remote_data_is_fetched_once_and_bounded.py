@@ -102,7 +102,7 @@ def test_two_threads_ask_for_one_key_and_one_produces(tmp_path):
 
     def ask() -> None:
         barrier.wait()
-        assert DiskCache(tmp_path, 1000).fetch("key", produce).read_bytes() == b"x" * 10
+        assert DiskCache(tmp_path, 1000).fetch("key", produce, Path.read_bytes) == b"x" * 10
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
@@ -165,5 +165,5 @@ def test_a_web_server_that_fails_now_and_then_is_asked_again(tmp_path, folder, w
 def test_errors_name_the_object(tmp_path):
     with pytest.raises(ValueError, match=r"no token files in memory://nowhere \(0 files looked at\)|There is no"):
         open_sources("memory://nowhere")
-    with pytest.raises(ValueError, match="nosuchscheme://x needs a package|Protocol not known"):
+    with pytest.raises(ValueError, match=r"nosuchscheme://x needs a package|Protocol not known"):
         open_sources("nosuchscheme://x")

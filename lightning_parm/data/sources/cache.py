@@ -6,10 +6,13 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 DEFAULT_LIMIT_BYTES = 16 << 30
+
+T = TypeVar("T")
 
 
 class DiskCache:
@@ -27,31 +30,36 @@ class DiskCache:
         self.folder = folder
         self.limit_bytes = limit_bytes
 
-    def fetch(self, key: str, produce: Callable[[Path], None], suffix: str = "") -> Path:
-        """Return the file of ``key``; ``produce`` writes it to the path it is given if it is not there."""
-        name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-        path = self.folder / (name + suffix)
-        if self._touch(path):
-            return path
+    def path(self, key: str, suffix: str = "") -> Path:
+        """Return where the file of ``key`` lies, if it does."""
+        return self.folder / (hashlib.blake2b(key.encode(), digest_size=16).hexdigest() + suffix)
+
+    def fetch(self, key: str, produce: Callable[[Path], None], use: Callable[[Path], T], suffix: str = "") -> T:
+        """Return what ``use`` makes of the file of ``key``, which ``produce`` writes if it is not there.
+
+        A new file is opened before others can see it, so that none of them can remove it too early.
+        """
+        path = self.path(key, suffix)
+        name = path.name.removesuffix(suffix)
+        with suppress(FileNotFoundError):
+            return self._reuse(path, use)
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._lock(name):
-            if self._touch(path):
-                return path
+            with suppress(FileNotFoundError):
+                return self._reuse(path, use)
             partial = self.folder / f".{name}.{os.getpid()}{suffix}"
             try:
                 produce(partial)
                 self._evict(partial.stat().st_size)
+                used = use(partial)
                 partial.replace(path)
             finally:
                 partial.unlink(missing_ok=True)
-        return path
+        return used
 
-    def _touch(self, path: Path) -> bool:
-        try:
-            os.utime(path)
-        except OSError:
-            return False
-        return True
+    def _reuse(self, path: Path, use: Callable[[Path], T]) -> T:
+        os.utime(path)
+        return use(path)
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:

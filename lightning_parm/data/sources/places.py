@@ -131,8 +131,9 @@ class RemotePlace:
 
     def kept(self, name: str) -> Path:
         """Fetch the whole file into the bounded cache, for formats that decode parts of it."""
-        key = f"{self.describe(name)}/{self.signature(name)}"
-        return self._cache.fetch(key, lambda path: self._get(name, path), suffix=Path(name).suffix)
+        key, suffix = f"{self.describe(name)}/{self.signature(name)}", Path(name).suffix
+        self._cache.fetch(key, lambda path: self._get(name, path), lambda path: None, suffix)
+        return self._cache.path(key, suffix)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return the bytes ``[start, stop)`` of a file by a range request."""

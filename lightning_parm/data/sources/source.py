@@ -147,7 +147,7 @@ class Source:
                 target.write_bytes(self.place.read(name, offset + start * size, offset + stop * size))
 
         key = f"{self.place.describe(name)}/{self.place.signature(name)}/{part}"
-        return map_tokens(self._cache.fetch(key, produce), dtype)
+        return self._cache.fetch(key, produce, lambda path: map_tokens(path, dtype))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tokens": {}}
