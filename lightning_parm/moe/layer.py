@@ -222,7 +222,7 @@ class MoE(nn.Module):
         Raises:
             ValueError: If the schedule cannot run on the topology.
         """
-        outcome = run_schedule(
+        outcome: Outcome = run_schedule(
             self,
             x.reshape(-1, self.model_dim),
             "s1" if self.schedule == "auto" else self.schedule,

@@ -76,8 +76,11 @@ class Outcome(NamedTuple):
     dropped: Tensor
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_schedule(layer: Layer, x: Tensor, schedule: Schedule, transport: Transport, chunks: int) -> Outcome:
     """Run a schedule on tokens ``(S, M)``, or on this mp peer's share of them if they are sequence-parallel.
+
+    Compilers leave it as it is, for it waits and counts; ``layer.experts.compile()`` compiles the computation in it.
 
     Raises:
         ValueError: If there is no such schedule, transport or number of chunks, or if it does not fit the topology.
@@ -98,13 +101,14 @@ def run_schedule(layer: Layer, x: Tensor, schedule: Schedule, transport: Transpo
 
 def baseline(layer: Layer, x: Tensor, transport: Transport, chunks: int) -> Outcome:
     """MP, EP and ESP as first built, for comparison: every rank's tokens visit all esp peers, duplicates included."""
-    topology, esp = layer.topology, layer.topology.group("expert_shard")
+    topology = layer.topology
     mp_size, esp_size = topology.tensor_parallel_size, topology.expert_shard_size
     if mp_size % esp_size and esp_size % mp_size:
         raise ValueError(
             f"schedule='baseline' needs tensor_parallel_size or expert_shard_size to divide the other, but they are "
             f"{mp_size} and {esp_size}; use 's1' or 's2'."
         )
+    esp = topology.group("expert_shard")
     sizes = exchange_sizes(x.shape[0], esp, x.device)
     everyone = gather(x, sizes, esp).wait()
     first = topology.rank - topology.expert_shard_rank
