@@ -104,7 +104,8 @@ def _journey(transport: Transport, own: float, work: Workload, links: Links) -> 
     along = partial(_transfer, work, links)
     if transport == "fused":
         hop = along("all_to_all", "fused", copies, copies)
-        return [_copy(copies, links), *hop, *_experts(copies, work, links), *hop, _copy(copies, links)]
+        repeat = [_copy(copies, links)] if work.expert_shard_size > 1 else []
+        return [*repeat, *hop, *_experts(copies, work, links), *hop, *repeat]
     hop = along("all_to_all", "expert_parallel", own, own)
     # uneven rows are gathered and scattered by an AlltoAll of whole buffers
     kinds: tuple[Kind, Kind] = ("all_gather", "reduce_scatter") if work.static_shapes else ("all_to_all", "all_to_all")
