@@ -1,0 +1,113 @@
+"""The benchmark of schedules: equal results from all orders, the physical limit, and one run on an emulated cluster."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_ranks
+from rich.console import Console
+
+from lightning_parm.bench.deepspeed_order import deepspeed_order
+from lightning_parm.bench.emulation import why_unavailable
+from lightning_parm.bench.limit import limit_seconds
+from lightning_parm.bench.schedules import render, schedules
+from lightning_parm.moe import MoE, Topology
+from lightning_parm.moe.cost import Collective
+from lightning_parm.moe.links import PUBLISHED_32_GPUS
+
+REASON = why_unavailable()
+
+
+def compare_orders(rank: int, world_size: int, static: bool) -> float:
+    topology = Topology(world_size, rank, 2, 2, 2)
+    torch.manual_seed(0)
+    layer = MoE(
+        8, 12, 4, top_k=2, capacity_factor=8.0 if static else None, static_shapes=static, dtype=torch.float64
+    ).parallelize(topology, "plain")
+    torch.manual_seed(topology.data_parallel_rank)
+    x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn(6, 8, dtype=torch.float64)
+    results = []
+    for order in (layer, lambda tokens: deepspeed_order(layer, tokens)):
+        x.grad = None
+        layer.zero_grad()
+        y = order(x)
+        y.backward(gradient)
+        grads = [x.grad, *(parameter.grad for parameter in layer.parameters())]
+        results.append([y.detach(), *(grad.clone() for grad in grads if grad is not None)])
+    assert len(results[0]) == len(results[1]) == 5
+    return max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_the_order_of_deepspeed_computes_the_same_layer(static: bool) -> None:
+    assert max(run_ranks(4, compare_orders, static)) < 1e-12
+
+
+def refuse(rank: int, world_size: int) -> str:
+    layer = MoE(8, 8, 2).parallelize(Topology(world_size, rank, 2, 2, 1))
+    with pytest.raises(
+        ValueError, match="needs tensor_parallel_size = expert_shard_size, but they are 2 and 1"
+    ) as error:
+        deepspeed_order(layer, torch.zeros(2, 8))
+    return str(error.value)
+
+
+def test_the_order_of_deepspeed_needs_equal_sizes() -> None:
+    run_ranks(2, refuse)
+
+
+def test_the_limit_counts_what_the_busiest_link_must_carry() -> None:
+    topology = Topology(4, 0, 2, 2, 2)  # on two nodes of two ranks
+
+    def limit(kind: str, axis: str, inter: float = 1.0, intra: float = float("inf")) -> float:
+        size = topology.size(axis)  # type: ignore[arg-type]
+        call = Collective(kind, axis, size, num_bytes=80, backward=False)  # type: ignore[arg-type]
+        return limit_seconds([call], topology, 2, inter, intra)
+
+    assert limit("all_to_all", "fused") == 80  # two ranks send half of their bytes out
+    assert limit("all_to_all", "fused", float("inf"), 1.0) == 40  # and a quarter to each other
+    assert limit("all_to_all", "expert_parallel") == 80
+    assert limit("all_gather", "tensor_parallel") == 0  # inside a node
+    assert limit("all_gather", "tensor_parallel", float("inf"), 1.0) == 80
+    assert limit("all_reduce", "expert_shard", float("inf"), 1.0) == 2 * limit(
+        "reduce_scatter", "expert_shard", float("inf"), 1.0
+    )
+    assert limit("all_gather", "fused") == 40  # half of the result enters a node, once
+
+
+def test_without_a_cluster_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="start this with torchrun, or add --emulate nodes=2"):
+        schedules()
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_an_emulated_run_times_predicts_and_draws_every_candidate(tmp_path: Path) -> None:
+    PUBLISHED_32_GPUS.save(tmp_path / "links.json")
+    result = schedules(
+        model_dim=32,
+        hidden_dim=32,
+        sequence_length=32,
+        max_chunks=1,
+        repetitions=2,
+        emulate="nodes=2,per_node=2,inter=4mbit",
+        calibration=str(tmp_path / "links.json"),
+        plot=str(tmp_path / "plot.svg"),
+    )
+    names = {row["candidate"] for row in result["candidates"]}
+    assert names == {"baseline", "deepspeed", "plain", "s1 fused", "s1 two_hop", "s2 fused", "s2 two_hop"}
+    assert result["choice"] in names - {"baseline", "deepspeed"}
+    assert result["largest_difference"] < 1e-5
+    for row in result["candidates"]:
+        assert row["lowest_ms"] <= row["median_ms"] <= row["highest_ms"]
+        assert row["limit_ms"] > 0
+    by_name = {row["candidate"]: row for row in result["candidates"]}
+    assert by_name["baseline"]["limit_ms"] == pytest.approx(2 * by_name["plain"]["limit_ms"], rel=0.1)
+    assert by_name["baseline"]["median_ms"] > by_name["baseline"]["limit_ms"] * 0.5
+    assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
+    console = Console(width=160, file=io.StringIO())
+    console.print(render(result))
+    assert result["choice"] in console.file.getvalue()  # type: ignore[attr-defined]
+    assert render({"candidates": []}) == ""
