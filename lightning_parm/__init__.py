@@ -8,8 +8,9 @@
 
     data = lightning_parm.TokenDataModule("data/*.arrow", sequence_length=1024, batch_size=8)
     model = GPT(vocab_size=50257, num_experts=8)
-    trainer = L.Trainer(strategy="parm", devices=8, max_steps=10_000)
-    trainer.fit(model, data)  # run it again with ckpt_path="last" on any number of devices
+    keep = L.pytorch.callbacks.ModelCheckpoint("checkpoints", every_n_train_steps=500, save_last=True)
+    trainer = L.Trainer(strategy="parm", devices=8, max_steps=10_000, callbacks=keep)
+    trainer.fit(model, data, ckpt_path="last")  # kill it, and start it again on any number of devices
 
 The package has two wings that work alone, :mod:`lightning_parm.moe` and :mod:`lightning_parm.data`, and a hall where
 they meet Lightning: :class:`ParmStrategy` and :class:`TokenDataModule`.

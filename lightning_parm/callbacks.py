@@ -106,7 +106,10 @@ class ExpertLoadMonitor(Callback):
             return {}
         layers = zip(self._layers.items(), self.total.counts, strict=True)
         return {
-            name: {"tokens_per_expert": counts[: layer.num_experts].tolist(), "schedule": layer.schedule}
+            name: {
+                "tokens_per_expert": counts[: layer.num_experts].tolist(),
+                "schedule": f"{layer.schedule} {layer.transport} x{layer.chunks}",
+            }
             for (name, layer), counts in layers
         }
 

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import importlib.util
 import json
+import os
 import sys
 import time
 import warnings
@@ -27,6 +28,15 @@ _TRAINER = {
 #: Command -> (what it does, module, function); ``bench`` is followed by what to measure.
 _FUNCTIONS = {
     "tokenize": ("turn text into Arrow files of tokens", "lightning_parm.data.tokenize", "tokenize"),
+    "inspect": ("say what is in a folder of tokens", "lightning_parm.data.inspect", "inspect"),
+    "plan": ("predict times and the best parallel sizes of a cluster", "lightning_parm.plan", "plan"),
+    "bench layer": ("time a mixture's layer on one device", "lightning_parm.bench.layer", "layer"),
+    "bench loader": ("time the loader beside its peers", "lightning_parm.bench.loader", "loader"),
+    "bench schedules": (
+        "time every schedule on a real or emulated cluster",
+        "lightning_parm.bench.schedules",
+        "schedules",
+    ),
 }
 
 
@@ -70,9 +80,9 @@ def _command_of(arguments: Sequence[str]) -> str | None:
 
 def _print_overview() -> None:
     lines = [f"usage: {_PROGRAM} COMMAND [ARGUMENTS]", "", "Train with Lightning's Trainer, from YAML or arguments:"]
-    lines += [f"  {name:<14}{does}" for name, does in _TRAINER.items()]
+    lines += [f"  {name:<17}{does}" for name, does in _TRAINER.items()]
     lines += ["", "Prepare and measure:"]
-    lines += [f"  {name:<14}{does}" for name, (does, _, _) in _FUNCTIONS.items()]
+    lines += [f"  {name:<17}{does}" for name, (does, _, _) in _FUNCTIONS.items()]
     lines += ["", f"{_PROGRAM} COMMAND --help tells the arguments of one, {_PROGRAM} --version the version."]
     sys.stdout.write("\n".join(lines) + "\n")
 
@@ -135,6 +145,8 @@ def _run_function(command: str, arguments: list[str]) -> None:
         _fail(1, str(error), command)
     except KeyboardInterrupt:
         _fail(130, "stopped; the same command goes on where it was.", command)
+    if int(os.environ.get("RANK", 0)):  # torchrun started this many times; rank 0 speaks for all
+        return
     if as_json:
         sys.stdout.write(json.dumps(result) + "\n")
         return

@@ -13,6 +13,7 @@ from data.corpora import write_arrow
 from distributed import run_ranks
 from hall.models import small_gpt
 from hall.trainers import make_trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parm import ParmStrategy, TokenDataModule
 from lightning_parm.checkpoint import META
@@ -163,3 +164,30 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(
         assert fresh.is_dir()
         with pytest.raises(AssertionError, match=r"new\.ckpt' is incomplete: it has no 'meta\.pt'"):
             run("ep4", 6, resume_from=str(fresh))
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_rotation_and_last_work_on_directories(save_last: Any, tmp_path: Path, uninterrupted: list[float]) -> None:
+    def rank_main(rank: int, world_size: int, steps: int, resume_from: str | None) -> list[float]:
+        keep = ModelCheckpoint(
+            tmp_path,
+            filename="{step}",
+            every_n_train_steps=1,
+            save_top_k=2,
+            monitor="step",
+            mode="max",
+            save_last=save_last,
+        )
+        options = {"max_steps": steps, "max_epochs": -1, "gradient_clip_val": 0.5, "enable_checkpointing": True}
+        trainer = make_trainer(rank, world_size, ParmStrategy(expert_parallel_size=4), callbacks=[keep], **options)
+        model = small_gpt(torch.float64)
+        trainer.fit(model, data(world_size), ckpt_path=resume_from)
+        return model.losses
+
+    run_ranks(4, rank_main, 3, None)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last.ckpt", "step=2.ckpt", "step=3.ckpt"]
+    assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
+    losses = run_ranks(4, rank_main, 6, "last")[0]
+    torch.testing.assert_close(losses, uninterrupted[3:], rtol=0, atol=1e-9)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last.ckpt", "step=5.ckpt", "step=6.ckpt"]
