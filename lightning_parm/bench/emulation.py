@@ -147,6 +147,7 @@ def run_emulated(cluster: EmulatedCluster, function: str, arguments: dict[str, A
         result = Path(folder) / "result.json"
         job = {"cluster": asdict(cluster), "function": function, "arguments": arguments, "result": str(result)}
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+        environment["XDG_CACHE_HOME"] = folder  # what is measured on these links must not be kept as this machine's
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns that addresses here have no host names
         # this file alone, as a script: importing the package is left to functions that need it
         start = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"

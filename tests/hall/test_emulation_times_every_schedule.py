@@ -12,6 +12,7 @@ from lightning_parm.bench.deepspeed_order import deepspeed_order
 from lightning_parm.bench.emulation import why_unavailable
 from lightning_parm.bench.limit import limit_seconds
 from lightning_parm.bench.schedules import render, schedules
+from lightning_parm.bench.training import training
 from lightning_parm.moe import MoE, Topology
 from lightning_parm.moe.cost import Collective
 from lightning_parm.moe.links import PUBLISHED_32_GPUS
@@ -81,6 +82,13 @@ def test_without_a_cluster_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError, match="start this with torchrun, or add --emulate nodes=2"):
         schedules()
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(3, 12), (4, 4)])
+def test_a_training_benchmark_that_cannot_compare_is_refused(batch: int, steps: int) -> None:
+    message = f"global_batch_size={batch} must be a multiple of the 4 ranks, and steps={steps} at least 5"
+    with pytest.raises(ValueError, match=message):
+        training(global_batch_size=batch, steps=steps)
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
