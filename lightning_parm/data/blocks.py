@@ -21,7 +21,7 @@ from lightning_parm.data.order import Int64, Marks, Order
 from lightning_parm.data.schedule import Segments
 from lightning_parm.data.sources.format import Tokens
 
-_BLOCK_TOKENS = 1 << 19
+_BLOCK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
