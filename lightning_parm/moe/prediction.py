@@ -142,8 +142,9 @@ def _transfer(
 def seconds(candidate: Candidate, work: Workload, links: Links) -> float:
     """Predicted seconds of forward + backward of one layer."""
     base, each = links.overheads.get(f"{candidate.schedule}/{candidate.transport}", (0.0, 0.0))
-    total = base + each * (candidate.chunks - 1)
+    more = Compute(each / 2, each / 2)  # the host's work for a further chunk, which hides behind what is in flight
+    total = base
     for part in steps(candidate, work, links):
-        happened = moments(part)
+        happened = moments([part[0], *([more, *chunk] for chunk in part[1:])])
         total += duration(happened, links.overlap) + duration(happened, links.overlap, backward=True)
     return total

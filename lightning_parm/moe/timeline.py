@@ -63,7 +63,8 @@ def duration(happened: Sequence[Moment], overlap: Callable[[str, str], float], b
     """Seconds that the moments take.
 
     Things in flight together slow each other down: with an overlap of 0 each runs at half its rate, with 1 at its own.
-    Only collectives along one axis that do not overlap at all queue up, as they do on one NCCL communicator.
+    Collectives along one axis go one after the other, as on one communicator; the next in line moves at the rate that
+    their overlap leaves to it.
 
     Args:
         happened: From :func:`moments`.
@@ -81,18 +82,19 @@ def duration(happened: Sequence[Moment], overlap: Callable[[str, str], float], b
     def advance(until: int) -> None:
         nonlocal total
         while until in flying:
-            moving: dict[int, str] = {}
+            rates: dict[int, float] = {}
+            seen: dict[str, int] = {}
             for chunk, (axis, _) in flying.items():
-                if axis not in moving.values() or overlap(axis, axis) > 0:
-                    moving[chunk] = axis
-            rates = {
-                chunk: 1 / (1 + sum(1 - overlap(axis, other) for peer, other in moving.items() if peer != chunk))
-                for chunk, axis in moving.items()
-            }
-            first = min(moving, key=lambda chunk: flying[chunk][1] / rates[chunk])
+                place = seen.get(axis, 0)
+                seen[axis] = place + 1
+                own = 1.0 if place == 0 else overlap(axis, axis) if place == 1 else 0.0
+                others = sum(1 - overlap(axis, other) for other in {other for other, _ in flying.values()} - {axis})
+                if own > 0:
+                    rates[chunk] = own / (1 + others)
+            first = min(rates, key=lambda chunk: flying[chunk][1] / rates[chunk])
             passed = flying[first][1] / rates[first]
-            for chunk, axis in moving.items():
-                flying[chunk] = (axis, flying[chunk][1] - passed * rates[chunk])
+            for chunk, rate in rates.items():
+                flying[chunk] = (flying[chunk][0], flying[chunk][1] - passed * rate)
             del flying[first]
             total += passed
 
