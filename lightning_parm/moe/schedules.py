@@ -143,9 +143,8 @@ def s1(layer: Layer, x: Tensor, transport: Transport, chunks: int) -> Outcome:
     """MP pauses before the router, so no token is routed, sent or computed twice; chunks are ranges of tokens."""
     topology, mp = layer.topology, layer.topology.group("tensor_parallel")
     send, give_back = TRANSPORTS[transport]
-    over_mp = cache(
-        partial(replicate, group=mp)
-    )  # peers apply their replicas to their own tokens; all chunks share one
+    # every mp peer applies its replica of a weight to its own tokens; all chunks use the same one
+    over_mp = cache(partial(replicate, group=mp))
     if layer.sequence_parallel:
         peers, own = [len(x)], x
         part = Part(topology.data_parallel_size + topology.rank, 0, len(x))
@@ -266,7 +265,9 @@ def _through_shards(layer: Layer, rows: Tensor, layout: Layout, prepare: Prepare
 def _experts(layer: Layer, rows: Tensor, layout: Layout, prepare: Prepare | None = None) -> Tensor:
     rows = layout.by_expert(rows)
     if layer.recompute:
-        rows = checkpoint(layer.experts, rows, layout.per_expert, prepare, use_reentrant=False)
+        rows = checkpoint(
+            layer.experts, rows, layout.per_expert, prepare, use_reentrant=False, preserve_rng_state=False
+        )
     else:
         rows = layer.experts(rows, layout.per_expert, prepare)
     return layout.by_source(rows)

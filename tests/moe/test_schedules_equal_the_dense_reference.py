@@ -1,7 +1,7 @@
 """Output, losses and every gradient of every schedule equal the dense float64 reference, on up to 8 ranks.
 
-Every topology meets every schedule, transport and number of chunks; routers, capacities, activations, losses and k take
-turns over them, so that each meets every schedule many times.
+Up to 4 ranks every topology meets every schedule, transport and number of chunks, beyond that every second one of them;
+routers, capacities, activations, losses and k take turns over all, so that each meets every schedule many times.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ def plans(mp: int, esp: int) -> list[tuple[str, str, int]]:
 
 def grid(world: int) -> list[Case]:
     sizes = [size for size in range(1, world + 1) if world % size == 0]
+    topologies = [
+        (mp, ep, esp) for mp, ep, esp in product(sizes, repeat=3) if world % (ep * esp) == E % ep == H % esp == 0
+    ]
     turn, cases = count(), []
-    for mp, ep, esp in product(sizes, repeat=3):
-        if world % (ep * esp) or E % ep or H % esp:
-            continue
-        for schedule, transport, chunks in plans(mp, esp):
+    for index, (mp, ep, esp) in enumerate(topologies):
+        every = plans(mp, esp)
+        for schedule, transport, chunks in every if world <= 4 else every[index % 2 :: 2]:
             number = next(turn)
             settings, counts = TURNS[number % len(TURNS)]
             settings = {"top_k": (1, 2, 4)[number % 3], **settings}
@@ -57,4 +59,4 @@ def grid(world: int) -> list[Case]:
 @pytest.mark.parametrize("world", [1, 2, 4, 6, 8])
 def test_every_schedule_equals_the_reference(world: int) -> None:
     cases = grid(world)
-    assert run_ranks(world, compare, cases, timeout=200.0) == [len(cases)] * world
+    assert run_ranks(world, compare, cases, timeout=280.0) == [len(cases)] * world
