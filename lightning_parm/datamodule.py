@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_parm.data.batches import BatchMaker
@@ -143,8 +144,14 @@ class TokenDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> Any:
         """Return the stream of training batches from the first sample not yet consumed on."""
-        loader = self._open()
-        loader.seek(self._consumed())
+        loader, consumed = self._open(), self._consumed()
+        if consumed and self.trainer is not None and self.trainer.ckpt_path and not self._position.is_loaded:
+            rank_zero_warn(
+                f"The checkpoint holds no position of a {type(self).__qualname__}, so the data goes on at sample "
+                f"{consumed}, as if its batches had been of the present size. Lightning keeps states by class name: "
+                f"was the data module's class another one when the checkpoint was saved?"
+            )
+        loader.seek(consumed)
         self._position.rescale_epoch(self.trainer, loader.samples_per_step)
         return SizedTokenStream(loader) if self.sized else TokenStream(loader)
 

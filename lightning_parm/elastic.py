@@ -20,6 +20,7 @@ class Position:
     """
 
     def __init__(self) -> None:
+        self.is_loaded = False
         self._base_samples = 0
         self._base_batches = 0
         self._resumed_in_epoch = 0
@@ -38,6 +39,7 @@ class Position:
 
     def load_state_dict(self, samples: int, state: dict[str, Any]) -> None:
         """Count on from a checkpoint that was taken after ``samples`` samples."""
+        self.is_loaded = True
         self._base_samples, self._base_batches = samples, int(state["batches"])
         self._resumed_in_epoch = int(state["samples_in_epoch"])
 

@@ -115,16 +115,7 @@ class BlockReader:
         reader = _Reader(order, steps, marked)
         self._results: Iterator[Block]
         if num_workers:
-            # Its own generator: seeding the workers must not draw from the user's global one.
-            loader: DataLoader[Any] = DataLoader(
-                reader,
-                batch_size=None,
-                sampler=self._plan,
-                num_workers=num_workers,
-                collate_fn=_as_it_is,
-                generator=torch.Generator(),
-            )
-            self._results = iter(loader)
+            self._results = _from_workers(reader, self._plan, num_workers)
         elif any(source is not None and source.is_remote for source in order.sources):
             self._results = _one_ahead(reader, self._plan)
         else:
@@ -153,6 +144,20 @@ class BlockReader:
         self.wait_seconds += time.perf_counter() - began
         samples = self._steps.samples(request.first, request.count)
         self._block, self._row = (samples, tokens.numpy(), None if marks is None else marks.numpy()), 0
+
+
+def _from_workers(reader: _Reader, plan: _Plan, num_workers: int) -> Iterator[Block]:
+    """Read the first block here, so that the first batch need not wait for processes to start, and the rest there."""
+    yield reader[next(iter(plan))]
+    # Its own generator: seeding the workers must not draw from the user's global one.
+    yield from DataLoader(
+        reader,
+        batch_size=None,
+        sampler=plan,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        generator=torch.Generator(),
+    )
 
 
 def _one_ahead(reader: _Reader, plan: _Plan) -> Iterator[Block]:

@@ -176,6 +176,12 @@ def test_a_subclass_keeps_the_state(tmp_path, folder):
     assert module.seen == list(range(20, 28))
 
 
+def test_another_class_is_told_that_its_position_is_not_in_the_checkpoint(tmp_path, folder):
+    with pytest.warns(UserWarning, match="no position of a Mine, so the data goes on at sample 20"):
+        module = save_and_resume(tmp_path, folder, 5, {"max_steps": 5}, {"max_steps": 7}, kind=Mine)
+    assert module.seen == list(range(20, 28))
+
+
 class ChangeTheMix(pl.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.global_step == 4:
