@@ -18,11 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lightning_parm.data import tokenize as tokenize_module
-from lightning_parm.data.processes import run_tasks
-from lightning_parm.data.text import cut, find_files, read
+from lightning_parm.data.tokenize import corpus as tokenize_module
 from lightning_parm.data.tokenize import tokenize
-from lightning_parm.data.tokenizer import describe_tokenizer, load_tokenizer, train_bpe
+from lightning_parm.data.tokenize.processes import run_tasks
+from lightning_parm.data.tokenize.text import cut, find_files, read
+from lightning_parm.data.tokenize.tokenizer import describe_tokenizer, load_tokenizer, train_bpe
 
 WORDS = ["token", "expert", "router", "ålesund", "数据", "def f(x):\n\treturn x\n", "<|endoftext|>", "🙂", "  ", "\r\n"]
 
@@ -109,7 +109,7 @@ def test_a_large_vocabulary_takes_uint32(tmp_path: Path) -> None:
 
 
 def test_many_record_batches(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_parm.data import token_file
+    from lightning_parm.data.tokenize import token_file
 
     monkeypatch.setattr(token_file, "_BATCH_TOKENS", 500)
     monkeypatch.setattr(token_file, "_ENCODE_BYTES", 1_000)
@@ -163,7 +163,7 @@ def test_running_again_does_nothing_and_other_options_are_refused(tmp_path: Path
 
 CRASH = """
 import os, signal, sys
-from lightning_parm.data import tokenize as module
+from lightning_parm.data.tokenize import corpus as module
 from lightning_parm.data.tokenize import tokenize
 def stop(stage, done, total):
     if stage == "tokenizing" and done >= float(sys.argv[4]) * total:
@@ -363,7 +363,7 @@ def test_a_second_run_waits_and_then_says_so(tmp_path: Path, tokenizer: str, mon
 def test_processes_die_with_their_parent(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, sys, time\n"
-        "from lightning_parm.data.processes import run_tasks\n"
+        "from lightning_parm.data.tokenize.processes import run_tasks\n"
         "def task(name, report):\n"
         "    pathlib.Path(name).write_text(str(os.getpid()))\n"
         "    while True:\n"

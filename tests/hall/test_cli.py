@@ -108,7 +108,7 @@ def test_failures_of_the_world_are_code_1(
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_parm.data.tokenize.find_files", stop)
+    monkeypatch.setattr("lightning_parm.data.tokenize.corpus.find_files", stop)
     code, _, err = called(capsys, "tokenize", str(tmp_path / "a.txt"), str(tmp_path / "out"))
     assert code == 130
     assert "the same command goes on where it was" in err

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from lightning_parm.data.text import Errors, Part, read
-from lightning_parm.data.tokenizer import TokenizerFacts, load_tokenizer
+from lightning_parm.data.tokenize.text import Errors, Part, read
+from lightning_parm.data.tokenize.tokenizer import TokenizerFacts, load_tokenizer
 
 _ENCODE_BYTES = 2**18
 _BATCH_TOKENS = 2**20

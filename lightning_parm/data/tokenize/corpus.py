@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_parm.data.processes import run_tasks
-from lightning_parm.data.text import Errors, Part, cut, find_files, read
-from lightning_parm.data.token_file import Recipe, read_record, write_tokens
-from lightning_parm.data.tokenizer import describe_tokenizer, require_tokenizers, train_bpe
+from lightning_parm.data.tokenize.processes import run_tasks
+from lightning_parm.data.tokenize.text import Errors, Part, cut, find_files, read
+from lightning_parm.data.tokenize.token_file import Recipe, read_record, write_tokens
+from lightning_parm.data.tokenize.tokenizer import describe_tokenizer, require_tokenizers, train_bpe
 
 #: ``(stage, done_bytes, total_bytes)``, called in the calling process.
 Progress = Callable[[str, int, int], None]
