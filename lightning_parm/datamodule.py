@@ -89,12 +89,13 @@ class TokenDataModule(pl.LightningDataModule):
         self.sized = sized
         self.batch_size = batch_size
         self._shape: dict[str, Any] = {"sequence_length": sequence_length, "batch_size": batch_size, "samples": samples}
-        self._marks: dict[str, bool] = {
+        self._made: dict[str, Any] = {
             "document_ids": document_ids,
             "position_ids": position_ids,
             "mask_document_starts": mask_document_starts,
+            "transform": transform,
+            "collate": collate,
         }
-        self._made: dict[str, Any] = {**self._marks, "transform": transform, "collate": collate}
         self._opening: dict[str, Any] = {
             "delimiter": delimiter,
             "bad_files": bad_files,

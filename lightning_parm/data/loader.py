@@ -121,8 +121,9 @@ class TokenLoader(IterableDataset[Batch]):
         self._reader: BlockReader | None = None
         self._digest_mixture: Mixture | None = None
         names = [source.name for source in self.sources]
-        shares: Mix = weights or {source.name: max(float(source.num_tokens), 1.0) for source in self.sources}
-        self._configured = as_knots(shares, names, sequence_length)
+        if weights is None:
+            weights = {source.name: max(float(source.num_tokens), 1.0) for source in self.sources}
+        self._configured = as_knots(weights, names, sequence_length)
         self._configured_digest = mix_digest(self._configured, names)
         self._arrange(names, ((0, self._configured),))
 

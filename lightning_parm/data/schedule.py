@@ -92,7 +92,7 @@ def limit(segments: Segments, capacities: Sequence[int], policy: str) -> tuple[S
     >>> limit(((0, (1.0, 1.0)),), [10, 30], "drop")
     (((0, (1.0, 1.0)), (19, (0.0, 1.0))), 40)
     """
-    left = set(range(len(capacities)))
+    left = {source for source, capacity in enumerate(capacities) if capacity}  # none of a source that is gone
     while True:
         mixture = Mixture(segments, num_lanes=1)
         end = _first_exhausted(mixture, capacities, left)

@@ -155,6 +155,24 @@ def test_mosaic_shards(tmp_path, others, before):
         TokenLoader(str(tmp_path), 16, 1)
 
 
+@pytest.mark.parametrize(
+    ("encodings", "sizes", "message"),
+    [
+        (["str", "ndarray:uint16:16"], [None, 32], "has no column of token arrays of a fixed size"),
+        (["uint8", "ndarray:uint16:16"], [1, 32], "do not start at whole uint16 tokens"),
+    ],
+)
+def test_mosaic_shards_that_cannot_be_read_in_place(tmp_path, encodings, sizes, message):
+    size = sum(size or 0 for size in sizes)
+    offsets = 4 * (3 + 2) + size * np.arange(4)
+    (tmp_path / "s.mds").write_bytes(np.array([3, *offsets], np.uint32).tobytes() + b"\x01" * 3 * size)
+    shard = {"column_names": ["x", "tokens"], "column_encodings": encodings, "column_sizes": sizes}
+    shard |= {"raw_data": {"basename": "s.mds"}, "compression": None, "zip_data": None}
+    (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+    with pytest.raises(ValueError, match=message):
+        open_sources(str(tmp_path))
+
+
 def test_a_hugging_face_folder_honours_its_indices(tmp_path):
     hugging_face(tmp_path)
     chosen = [5, 3, 3, 100]
@@ -225,7 +243,14 @@ def test_a_format_of_ones_own_is_an_object_or_a_name(tmp_path, monkeypatch):
         (litdata, lambda f: truncate(f / "chunk-0-0.bin"), "its table of offsets points past its end"),
         (litdata, lambda f: edit(f / "index.json", '"TokensLoader"', '"PyTreeLoader"'), "is not plain tokens"),
         (litdata, lambda f: edit(f / "index.json", "tensor:16", "tensor:1"), "not integer tensors without headers"),
+        (megatron, lambda f: poke(f / "0.idx", 9, 2), "has an .idx of version 2 with type code 8"),
+        (megatron, lambda f: poke(f / "0.idx", 17, 6), "has an .idx of version 1 with type code 6"),
+        (megatron, lambda f: poke(f / "0.idx", 34, 1), "has sequences in another order than its .idx"),
+        (parquet, lambda f: write_rows(f / "0.parquet", [1, 2]), "has one integer a row in column 'tokens'"),
+        (parquet, lambda f: write_rows(f / "0.parquet", [[1], None]), "has 1 rows without a value"),
+        (parquet, lambda f: write_rows(f / "0.parquet", [[1, None]]), "has 1 tokens without a value"),
         (list_rows, lambda f: write_floats(f / "0.arrow"), "has no column of tokens"),
+        (list_rows, lambda f: (f / "0.arrow").write_bytes(b""), r"is empty \(0 bytes\)"),
         (list_rows, lambda f: write_nulls(f / "0.arrow"), "rows without a value"),
         (list_rows, lambda f: write_compressed(f / "0.arrow"), "has compressed buffers"),
     ],
@@ -239,6 +264,16 @@ def test_bad_files_are_named_with_what_is_wrong(tmp_path, write, damage, message
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def poke(path: Path, place: int, value: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] = value
+    path.write_bytes(content)
+
+
+def write_rows(path: Path, rows: list) -> None:
+    pq.write_table(pa.table({"tokens": rows}), path)
 
 
 def edit(path: Path, old: str, new: str) -> None:

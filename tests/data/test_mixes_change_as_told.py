@@ -123,6 +123,15 @@ def test_sources_come_and_go_on_resume(folder):
     assert [r for row in take(again, 10) for r in (row[:L], row[L:])] == rows[10:30]
 
 
+def test_a_source_that_is_gone_does_not_end_a_stream_that_stops(folder):
+    stream = loader(folder, "abc", at_exhaustion="stop", num_logical_shards=1, weights={"a": 1, "b": 1, "c": 1})
+    take(stream, 30)
+    rest = loader(folder, "bc", at_exhaustion="stop", num_logical_shards=1, weights={"b": 1, "c": 1})
+    rest.load_state_dict(stream.state_dict())
+    take(rest, len(rest) - 30)
+    assert rest.served()["b"] == 49
+
+
 def test_the_rest_of_a_source_is_unmoved_by_what_joins_it(folder):
     """What 'b' serves is its own sequence, whatever else is in the mix: nothing is lost and nothing repeated."""
     stream = loader(folder, "b", num_logical_shards=1)

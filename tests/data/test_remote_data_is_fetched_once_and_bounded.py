@@ -162,6 +162,14 @@ def test_a_web_server_that_fails_now_and_then_is_asked_again(tmp_path, folder, w
         TokenLoader(web, **options(tmp_path, "other"))
 
 
+def test_an_object_that_gives_fewer_bytes_than_asked_is_named(tmp_path, memory, monkeypatch):
+    loader = TokenLoader(memory, **options(tmp_path))
+    files = type(fsspec.filesystem("memory"))
+    monkeypatch.setattr(files, "cat_file", lambda self, path, start, end: b"short")
+    with pytest.raises(RuntimeError, match=r"memory://.*\.arrow gave 5 bytes for the range"):
+        loader.next_batch()
+
+
 def test_errors_name_the_object(tmp_path):
     with pytest.raises(ValueError, match=r"no token files in memory://nowhere \(0 files looked at\)|There is no"):
         open_sources("memory://nowhere")
