@@ -117,7 +117,9 @@ class _Calibration:
             overheads = self._overheads(links)
         return Links(lines, *rates, links.overlaps, overheads, residual, links.source)
 
-    def _time(self, *runs: Callable[[], object]) -> list[float]:
+    def _time(
+        self, *runs: Callable[[], object], over: Callable[[list[float]], float] = statistics.median
+    ) -> list[float]:
         """Median over repetitions, in turn, of the slowest rank's seconds; the same numbers on every rank."""
         times: list[list[float]] = [[] for _ in runs]
         for repetition in range(_REPETITIONS + 1):  # the first warms up
@@ -131,7 +133,7 @@ class _Calibration:
                     seen.append(time.perf_counter() - started)
         slowest = torch.tensor(times, dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return [max(statistics.median(seen), 1e-9) for seen in slowest.tolist()]
+        return [max(over(seen), 1e-9) for seen in slowest.tolist()]
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -169,10 +171,10 @@ class _Calibration:
 
     def _compute_rate(self) -> float:
         """Of forward and backward of one expert, all ranks busy."""
-        rows, dim = (512, 512) if self.device.type == "cpu" else (4096, 4096)
-        experts = Experts(dim, dim, 1, "gelu", device=self.device)
+        rows, dim, dtype = (512, 512, torch.float32) if self.device.type == "cpu" else (4096, 4096, torch.bfloat16)
+        experts = Experts(dim, dim, 1, "gelu", device=self.device, dtype=dtype)
         experts.reset_parameters(0)
-        x = torch.randn(rows, dim, device=self.device, requires_grad=True)
+        x = torch.randn(rows, dim, device=self.device, dtype=dtype, requires_grad=True)
         return 3 * 2 * 2 * rows * dim * dim / self._time(lambda: experts(x, [rows]).sum().backward())[0]
 
     def _copy_rate(self) -> float:
@@ -235,7 +237,8 @@ class _Calibration:
         single = candidates(topology, max_chunks=1)
         chunked = [each._replace(chunks=3) for each in single if each.schedule != "plain"]
         every = [*single, *chunked]
-        times = dict(zip(every, self._time(*map(run, every)), strict=True))
+        # the least, since these are differences of small times: whatever disturbs one of them is not the layer's
+        times = dict(zip(every, self._time(*map(run, every), over=min), strict=True))
         beyond = {each: seen - seconds(each, work, links) for each, seen in times.items()}
         return {
             f"{each.schedule}/{each.transport}": (
