@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -214,7 +215,8 @@ class Topology:
             return world
         groups = _groups.setdefault(world, {})
         if partition not in groups:
-            groups[partition], _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in partition])
+            ranks = [list(group) for group in partition]
+            groups[partition], _ = dist.new_subgroups_by_enumeration(ranks, timeout=_timeout(world))
         return groups[partition]
 
     def _partition(self, axis: Axis) -> Partition:
@@ -227,6 +229,13 @@ class Topology:
         shape, along = [self.size(name) for name in axes], axes.index(axis)
         ranks = torch.arange(self.world_size).view(shape).movedim(along, -1).reshape(-1, shape[along])
         return tuple(tuple(group) for group in ranks.tolist())
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a group waits for its ranks. Groups cut from it wait as long; torch would give them half an hour."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
 
 
 def _divisors(number: int) -> list[int]:

@@ -123,3 +123,12 @@ def _check_groups(rank: int, world: int) -> None:
 
 def test_groups_are_made_once_shared_between_equal_partitions_and_only_where_needed() -> None:
     run_ranks(4, _check_groups)
+
+
+def test_groups_wait_no_longer_than_the_default_group() -> None:
+    def rank_main(rank: int, world_size: int) -> list[float]:
+        topology = Topology(world_size, rank, 2, 2, 1)
+        groups = [topology.group("tensor_parallel"), topology.group("data_parallel"), dist.group.WORLD]
+        return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups if g is not None]
+
+    assert run_ranks(4, rank_main, timeout=45.0)[0] == [45.0, 45.0, 45.0]
