@@ -51,6 +51,9 @@ def loader(
         root = Path(folder or temporary)
         sources = _write_corpus(root, tokens, mean_length)
         options: dict[str, Any] = {"cache_folder": str(root / "cache"), "weights": {"a": 0.6, "b": 0.4}}
+        memory = _memory(
+            sources, sequence_length, batch_size, options
+        )  # first, while nothing else has grown the process
         flat = root / "flat.bin"
         shape = (sequence_length, batch_size)
         ours = {
@@ -69,7 +72,7 @@ def loader(
             "ratio_to_best_peer_with_workers": round(rates[names[-1]] / max(with_workers), 2) if with_workers else None,
             "resume": _resume(sources, *shape, num_workers, options),
             "set_up": _set_up(root / "many", files),
-            "anonymous_memory_bytes": _memory(sources, *shape, options),
+            "anonymous_memory_bytes": memory,
         }
 
 
