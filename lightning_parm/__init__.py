@@ -17,12 +17,13 @@ they meet Lightning: :class:`ParmStrategy` and :class:`TokenDataModule`.
 """
 
 from lightning_parm.datamodule import TokenDataModule
+from lightning_parm.elastic import ElasticDataModule
 from lightning_parm.metrics import ExpertLoad
 from lightning_parm.moe import MoE, Topology
 from lightning_parm.registration import register
 from lightning_parm.strategy import ParmStrategy
 
 __version__ = "0.1.0"
-__all__ = ["ExpertLoad", "MoE", "ParmStrategy", "TokenDataModule", "Topology"]
+__all__ = ["ElasticDataModule", "ExpertLoad", "MoE", "ParmStrategy", "TokenDataModule", "Topology"]
 
 register()

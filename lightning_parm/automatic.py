@@ -106,6 +106,7 @@ class AutomaticSchedule:
             layer.top_k,
             layer.capacity_factor,
             links,
+            static_shapes=layer.static_shapes,
             element_bytes=element_bytes,
             num_matrices=3 if layer.experts.activation == "swiglu" else 2,
             sequence_parallel=layer.sequence_parallel,

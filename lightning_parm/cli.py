@@ -37,6 +37,7 @@ _FUNCTIONS = {
         "lightning_parm.bench.schedules",
         "schedules",
     ),
+    "bench training": ("time training steps under parm and ddp", "lightning_parm.bench.training", "training"),
 }
 
 

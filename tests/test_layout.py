@@ -16,10 +16,11 @@ FORBIDDEN = {
 }
 #: The order of layers inside the MoE wing, low to high: a file imports only from those before it or beside it.
 MOE_LAYERS = (
-    {"topology", "cost"},
-    {"collectives", "routing", "experts"},
-    {"schedules", "overlap"},
-    {"calibrate", "layer"},
+    {"topology", "cost", "links", "timeline"},
+    {"collectives", "layout", "overlap", "prediction", "experts", "routers", "routing", "transport"},
+    {"schedules", "choice", "hardware"},
+    {"layer"},
+    {"calibrate"},
 )
 
 

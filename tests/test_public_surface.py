@@ -7,7 +7,7 @@ import pytest
 import lightning_parm
 from lightning_parm.data import TokenLoader
 
-NAMES = {"ExpertLoad", "MoE", "ParmStrategy", "TokenDataModule", "Topology"}
+NAMES = {"ElasticDataModule", "ExpertLoad", "MoE", "ParmStrategy", "TokenDataModule", "Topology"}
 PARAMETERS = {
     lightning_parm.ParmStrategy: (
         "tensor_parallel_size expert_parallel_size expert_shard_size schedule transport chunks "
@@ -26,7 +26,7 @@ PARAMETERS = {
 
 
 def test_exported_names() -> None:
-    assert set(lightning_parm.__all__) >= NAMES
+    assert set(lightning_parm.__all__) == NAMES
     for name in lightning_parm.__all__:
         assert getattr(lightning_parm, name).__doc__
 
