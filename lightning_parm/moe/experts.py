@@ -119,66 +119,86 @@ class Experts(nn.Module):
         """
         prepare = prepare or _as_it_is
         w_in, w_out = (prepare(weight).to(rows.dtype) for weight in (self.w_in, self.w_out))
-        hidden = grouped_product(rows, w_in.flatten(1, 2), per_expert)
-        if self.b_in is not None:
-            hidden = hidden + _per_row(prepare(self.b_in).to(rows.dtype).flatten(1), per_expert)
-        out = grouped_product(_ACTIVATIONS[self.activation](hidden), w_out, per_expert)
-        if self.b_out is not None:
+        b_in = b_out = None
+        if self.b_in is not None and self.b_out is not None:
             shards = self.topology.expert_shard_size  # their sum has one bias; each sees the bias's whole gradient
-            share = scale_gradient(prepare(self.b_out).to(rows.dtype) / shards, shards)
-            out = out + _per_row(share, per_expert)
-        return out
+            b_in = prepare(self.b_in).to(rows.dtype).flatten(1)
+            b_out = scale_gradient(prepare(self.b_out).to(rows.dtype) / shards, shards)
+        w_in = w_in.flatten(1, 2)
+        apply = _grouped if _has_kernel(rows, w_in) else _one_by_one
+        return apply(rows, w_in, w_out, b_in, b_out, per_expert, self.activation)
 
 
 def _as_it_is(weight: Tensor) -> Tensor:
     return weight
 
 
-class _SwiGLU(torch.autograd.Function):
-    """Forward ``silu(gate) * up``; backward into one buffer, keeping only the input."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden)
-        gate, up = hidden.chunk(2, -1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (hidden,) = ctx.saved_tensors
-        gate, up = hidden.chunk(2, -1)
-        result = torch.empty_like(hidden)
-        of_gate, of_up = result.chunk(2, -1)
-        torch.mul(F.silu(gate), gradient, out=of_up)
-        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
-        return result
-
-
 def _swiglu(hidden: Tensor) -> Tensor:
-    result: Tensor = _SwiGLU.apply(hidden)  # type: ignore[no-untyped-call]
+    gate, up = hidden.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def _swiglu_backward(gradient: Tensor, hidden: Tensor) -> Tensor:
+    """Into one buffer, with ``silu(gate)`` recomputed, so that only ``hidden`` was kept."""
+    gate, up = hidden.chunk(2, -1)
+    result = torch.empty_like(hidden)
+    of_gate, of_up = result.chunk(2, -1)
+    torch.mul(F.silu(gate), gradient, out=of_up)
+    torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
     return result
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": _swiglu,
-    "gelu": F.gelu,
-    "relu_squared": lambda hidden: F.relu(hidden).square(),
+#: Each with its backward, ``(gradient, input) -> gradient of the input``.
+_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "swiglu": (_swiglu, _swiglu_backward),
+    "gelu": (F.gelu, torch.ops.aten.gelu_backward),
+    "relu_squared": (lambda hidden: F.relu(hidden).square_(), lambda gradient, hidden: gradient * F.relu(hidden) * 2),
 }
 
 
-def grouped_product(rows: Tensor, weight: Tensor, per_expert: Sequence[int]) -> Tensor:
-    """Each expert's rows times its matrix: ``(R, K)`` and ``(E, N, K)`` -> ``(R, N)``.
+class _Activate(torch.autograd.Function):
+    """Forward an activation; backward its own, keeping only the input."""
 
-    One kernel where torch has one for the device and type, otherwise one product per expert; never one per token, and
-    never padded to the longest expert.
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.activation = activation
+        return _ACTIVATIONS[activation][0](hidden)
 
-    Example:
-        >>> weight = torch.tensor([[[2.0]], [[3.0]]])
-        >>> grouped_product(torch.ones(3, 1), weight, [1, 2]).flatten()
-        tensor([2., 3., 3.])
-    """
-    product = _GroupedKernel if _has_kernel(rows, weight) else _SegmentedProduct
-    out: Tensor = product.apply(rows, weight, per_expert)  # type: ignore[no-untyped-call]
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _ACTIVATIONS[ctx.activation][1](gradient.contiguous(), *ctx.saved_tensors), None
+
+
+def _grouped(
+    rows: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    per_expert: Sequence[int],
+    activation: str,
+) -> Tensor:
+    """All experts at once, in two grouped kernels."""
+    hidden: Tensor = _GroupedKernel.apply(rows, w_in, per_expert)  # type: ignore[no-untyped-call]
+    if b_in is not None:
+        hidden = hidden + _per_row(b_in, per_expert)
+    hidden = _Activate.apply(hidden, activation)  # type: ignore[no-untyped-call]
+    out: Tensor = _GroupedKernel.apply(hidden, w_out, per_expert)  # type: ignore[no-untyped-call]
+    return out if b_out is None else out + _per_row(b_out, per_expert)
+
+
+def _one_by_one(
+    rows: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    per_expert: Sequence[int],
+    activation: str,
+) -> Tensor:
+    """One expert after the other, so that what lies between its two products stays small and near."""
+    out: Tensor = _OneByOne.apply(rows, w_in, w_out, b_in, b_out, per_expert, activation)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -194,7 +214,7 @@ def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
 
 
 class _GroupedKernel(torch.autograd.Function):
-    """Forward and backward as :class:`_SegmentedProduct`, all experts in one ``grouped_mm`` each."""
+    """Forward ``rows[segment] @ weight[e]^T`` of all experts in one kernel; backward both gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, per_expert: Sequence[int]) -> Tensor:
@@ -216,29 +236,62 @@ class _GroupedKernel(torch.autograd.Function):
         return row_gradient, weight_gradient, None
 
 
-class _SegmentedProduct(torch.autograd.Function):
-    """Forward ``rows[segment] @ weight[e]^T``; backward both factors' gradients, zero for an expert without rows."""
+class _OneByOne(torch.autograd.Function):
+    """Forward ``act(rows w_in^T + b_in) w_out^T + b_out`` by expert; backward all gradients, each written once.
+
+    An expert without rows has zero gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, per_expert: Sequence[int]) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.segments = _segments(per_expert)
-        out = rows.new_empty((rows.shape[0], weight.shape[1]))
-        for (first, last), matrix in zip(ctx.segments, weight, strict=True):
-            torch.mm(rows[first:last], matrix.t(), out=out[first:last])
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        w_in: Tensor,
+        w_out: Tensor,
+        b_in: Tensor | None,
+        b_out: Tensor | None,
+        per_expert: Sequence[int],
+        activation: str,
+    ) -> Tensor:
+        ctx.segments, ctx.activation = _segments(per_expert), activation
+        out = torch.empty_like(rows)
+        hidden = []
+        for expert, (first, last) in enumerate(ctx.segments):
+            inner = rows.new_empty(last - first, w_in.shape[1])
+            torch.mm(rows[first:last], w_in[expert].t(), out=inner)
+            if b_in is not None:
+                inner += b_in[expert]
+            torch.mm(_ACTIVATIONS[activation][0](inner), w_out[expert].t(), out=out[first:last])
+            if b_out is not None:
+                out[first:last] += b_out[expert]
+            hidden.append(inner)
+        ctx.save_for_backward(rows, w_in, w_out, *hidden)
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        rows, weight = ctx.saved_tensors
-        row_gradient = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        weight_gradient = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for expert, (first, last) in enumerate(ctx.segments):
-            if row_gradient is not None:
-                torch.mm(gradient[first:last], weight[expert], out=row_gradient[first:last])
-            if weight_gradient is not None:
-                torch.mm(gradient[first:last].t(), rows[first:last], out=weight_gradient[expert])
-        return row_gradient, weight_gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, w_in, w_out, *hidden = ctx.saved_tensors
+        of_rows, of_w_in, of_w_out = (
+            torch.empty_like(tensor) if needed else None
+            for tensor, needed in zip((rows, w_in, w_out), ctx.needs_input_grad, strict=False)
+        )
+        of_b_in = rows.new_empty(w_in.shape[:2]) if ctx.needs_input_grad[3] else None
+        of_b_out = rows.new_empty(w_out.shape[:2]) if ctx.needs_input_grad[4] else None
+        forward, backward = _ACTIVATIONS[ctx.activation]
+        for expert, ((first, last), inner) in enumerate(zip(ctx.segments, hidden, strict=True)):
+            own = gradient[first:last]
+            if of_w_out is not None:
+                torch.mm(own.t(), forward(inner), out=of_w_out[expert])
+            of_inner = backward(torch.mm(own, w_out[expert]), inner)
+            if of_w_in is not None:
+                torch.mm(of_inner.t(), rows[first:last], out=of_w_in[expert])
+            if of_rows is not None:
+                torch.mm(of_inner, w_in[expert], out=of_rows[first:last])
+            if of_b_in is not None:
+                torch.sum(of_inner, 0, out=of_b_in[expert])
+            if of_b_out is not None:
+                torch.sum(own, 0, out=of_b_out[expert])
+        return of_rows, of_w_in, of_w_out, of_b_in, of_b_out, None, None
 
 
 def _segments(per_expert: Sequence[int]) -> list[tuple[int, int]]:

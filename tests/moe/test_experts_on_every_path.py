@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from distributed import run_ranks
 from moe.reference import batch, full_layer
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parm.moe.experts import Experts, _GroupedKernel, _SegmentedProduct, _swiglu, grouped_product
+from lightning_parm.moe.experts import Experts, _Activate, _grouped, _GroupedKernel, _has_kernel, _one_by_one
 from lightning_parm.moe.layer import MoE
 from lightning_parm.moe.topology import Topology
 
@@ -26,11 +27,10 @@ def factors(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return rows.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("product", [_GroupedKernel, _SegmentedProduct])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_products_agree_with_a_loop(product: Any, dtype: torch.dtype) -> None:
+def test_the_grouped_kernel_agrees_with_a_loop(dtype: torch.dtype) -> None:
     rows, weight = factors(dtype)
-    out = product.apply(rows, weight, COUNTS)
+    out = _GroupedKernel.apply(rows, weight, COUNTS)
     gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     out.backward(gradient)
     plain_rows, plain_weight = factors(dtype)
@@ -42,18 +42,72 @@ def test_grouped_products_agree_with_a_loop(product: Any, dtype: torch.dtype) ->
     assert not bool(weight.grad[1].any())
 
 
-def test_gradients_of_the_experts_are_numerically_right() -> None:
-    rows, weight = factors(torch.float64)
-    assert gradcheck(lambda rows, weight: grouped_product(rows, weight, COUNTS), (rows, weight))
-    assert gradcheck(_swiglu, (torch.randn(3, 4, dtype=torch.float64, requires_grad=True),))
+def plain_activation(name: str, hidden: torch.Tensor) -> torch.Tensor:
+    if name == "swiglu":
+        gate, up = hidden.chunk(2, -1)
+        return F.silu(gate) * up
+    return F.gelu(hidden) if name == "gelu" else F.relu(hidden) ** 2
+
+
+def experts_of(activation: str, bias: bool, dtype: torch.dtype) -> Experts:
+    experts = Experts(16, 8, 4, activation, bias, dtype=dtype)  # type: ignore[arg-type]
+    experts.reset_parameters(3)
+    return experts
+
+
+@pytest.mark.parametrize("path", [_one_by_one, _grouped])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "relu_squared"])
+def test_both_paths_equal_plain_layers(activation: str, bias: bool, path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_parm.moe.experts._has_kernel", lambda *_: path is _grouped)
+    experts, plain = (experts_of(activation, bias, torch.float32) for _ in range(2))
+    rows, plain_rows = factors(torch.float32)[0], factors(torch.float32)[0]
+    gradient = torch.randn(9, 16, generator=torch.Generator().manual_seed(1))
+    out = experts(rows, COUNTS)
+    out.backward(gradient)
+    pieces = []
+    for expert, part in enumerate(plain_rows.split(COUNTS)):
+        hidden = part @ plain.w_in[expert].flatten(0, 1).t() + (plain.b_in[expert].flatten() if bias else 0.0)
+        pieces.append(
+            plain_activation(activation, hidden) @ plain.w_out[expert].t() + (plain.b_out[expert] if bias else 0.0)
+        )
+    torch.cat(pieces).backward(gradient)
+    torch.testing.assert_close(out, torch.cat(pieces))
+    torch.testing.assert_close(rows.grad, plain_rows.grad)
+    for ours, theirs in zip(experts.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+        assert not bool(ours.grad[1].any()), "the second expert has no rows"
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "relu_squared"])
+def test_gradients_of_the_experts_are_numerically_right(activation: str) -> None:
+    experts = experts_of(activation, True, torch.float64)
+    parameters = [p.detach().flatten(1, 2) if p is experts.w_in else p.detach() for p in experts.parameters()]
+    w_in, w_out, b_in, b_out = (p.clone().requires_grad_() for p in parameters)
+    rows = factors(torch.float64)[0]
+    assert gradcheck(
+        lambda *inputs: _one_by_one(*inputs, COUNTS, activation), (rows, w_in, w_out, b_in.flatten(1), b_out)
+    )
+    hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda hidden: _Activate.apply(hidden, activation), (hidden,))
+
+
+def test_frozen_experts_pass_gradients_on_to_their_input() -> None:
+    experts = experts_of("gelu", True, torch.float32).requires_grad_(False)
+    rows = factors(torch.float32)[0]
+    experts(rows, COUNTS).sum().backward()
+    assert bool(rows.grad.any())
+    assert all(parameter.grad is None for parameter in experts.parameters())
 
 
 @pytest.mark.gpu
-def test_the_gpu_uses_the_kernel_and_agrees_with_the_loop() -> None:
-    rows, weight = (factor.detach().cuda().requires_grad_() for factor in factors(torch.bfloat16))
-    out = grouped_product(rows, weight, COUNTS)
-    assert "GroupedKernel" in type(out.grad_fn).__name__
-    torch.testing.assert_close(out, _SegmentedProduct.apply(rows, weight, COUNTS))
+def test_the_gpu_uses_the_kernel_and_agrees_with_one_expert_after_the_other() -> None:
+    experts = experts_of("swiglu", True, torch.bfloat16).cuda()
+    rows = factors(torch.bfloat16)[0].detach().cuda()
+    w_in, b_in = experts.w_in.flatten(1, 2), experts.b_in.flatten(1)
+    apart = _one_by_one(rows, w_in, experts.w_out, b_in, experts.b_out, COUNTS, "swiglu")
+    assert _has_kernel(rows, w_in)
+    torch.testing.assert_close(experts(rows, COUNTS), apart)
 
 
 def test_an_unknown_activation_is_refused() -> None:
