@@ -227,13 +227,26 @@ class GPT(pl.LightningModule):
         auxiliary = [block.feed_forward.auxiliary_loss for block in self.blocks if isinstance(block.feed_forward, MoE)]
         return loss + torch.stack(auxiliary).sum() if auxiliary else loss
 
+    def _evaluate(self, name: str, batch: dict[str, Tensor]) -> None:
+        # A rank left with nothing but padding takes part in the mixtures all the same, and counts for nothing.
+        loss = self._loss(batch)
+        counted = int((batch["labels"] != -100).sum())
+        loss = loss if counted else torch.zeros_like(loss)
+        self.log(name, loss, prog_bar=True, sync_dist=True, on_epoch=True, batch_size=counted)
+
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log the cross-entropy of a validation batch as ``val_loss``."""
-        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
+        """Log the cross-entropy of the validation data as ``val_loss``, each token counted once."""
+        self._evaluate("val_loss", batch)
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log the cross-entropy of a test batch as ``test_loss``."""
-        self.log("test_loss", self._loss(batch), sync_dist=True)
+        """Log the cross-entropy of the test data as ``test_loss``, each token counted once."""
+        self._evaluate("test_loss", batch)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once a step, move the bias of sigmoid routers against the load (DeepSeek-V3, section 2.1.2)."""
+        for block in self.blocks:
+            if isinstance(block.feed_forward, MoE) and block.feed_forward.router.bias is not None:
+                block.feed_forward.update_router_bias()
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The most probable next tokens ``(B, L)``."""

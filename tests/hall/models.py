@@ -26,6 +26,7 @@ class RecordingGPT(GPT):
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().on_before_optimizer_step(optimizer)
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         strategy = self.trainer.strategy
         norm = strategy.grad_norm() if isinstance(strategy, ParmStrategy) else torch.nn.utils.get_total_norm(grads)

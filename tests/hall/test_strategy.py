@@ -13,7 +13,7 @@ from hall.trainers import OrderedTokens, RandomTokens, make_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_parm import MoE, ParmStrategy
 from lightning_parm.models import GPT
@@ -212,3 +212,36 @@ def test_bf16_mixed_precision_trains_and_stays_near_float32() -> None:
     for precision in ("bf16-mixed", "bf16-true"):
         losses = run_ranks(2, rank_main, precision)[0]
         torch.testing.assert_close(losses, full, rtol=0.05, atol=0.05)
+
+
+def test_validation_counts_each_token_once_even_where_a_rank_has_only_padding() -> None:
+    class Uneven(Dataset):
+        """Five sequences for two ranks of batches of two: in the last step rank 1 has a fully masked row."""
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            item = RandomTokens(5)[min(index, 4)]
+            return item if index < 5 else {**item, "labels": torch.full_like(item["labels"], -100)}
+
+        def __len__(self) -> int:
+            return 6
+
+    def rank_main(rank: int, world_size: int, strategy: Any = "auto") -> float:
+        trainer = make_trainer(rank, world_size, strategy)
+        data = DataLoader(Uneven(), batch_size=1, sampler=range(rank, 6, world_size))
+        (result,) = trainer.validate(small_gpt(torch.float64), data, verbose=False)
+        return result["val_loss"]
+
+    expected = rank_main(0, 1)
+    for loss in run_ranks(2, rank_main, ParmStrategy(expert_parallel_size=2)):
+        assert loss == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_bias_of_sigmoid_routers_follows_the_load_alike_on_all_ranks() -> None:
+    def rank_main(rank: int, world_size: int) -> list[float]:
+        model = small_gpt(router="sigmoid")
+        make_trainer(rank, world_size, ParmStrategy(**MP2), max_steps=3).fit(model, OrderedTokens(32, 8))
+        return model.blocks[0].feed_forward.router.bias.tolist()
+
+    first, second = run_ranks(2, rank_main)
+    assert first == second
+    assert any(first)
