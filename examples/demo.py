@@ -212,8 +212,8 @@ def report(checkpoint: Path, config: dict[str, Any]) -> Table:
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150, help="steps of the first run")
-    parser.add_argument("--resumed-steps", type=int, default=100, help="steps of the resumed run")
+    parser.add_argument("--steps", type=int, default=100, help="steps of the first run")
+    parser.add_argument("--resumed-steps", type=int, default=75, help="steps of the resumed run")
     parser.add_argument("--megabytes", type=float, default=8, help="the most text to take of each source")
     parser.add_argument("--config", default=str(Path(__file__).with_name("demo.yaml")), help="of both runs")
     options = parser.parse_args()
