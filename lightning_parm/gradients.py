@@ -215,14 +215,17 @@ def global_norm(
 
 
 def clip_by_global_norm(
-    parameters: Sequence[tuple[nn.Parameter, ParameterPlacement]], max_norm: float, device: Any = "cpu"
+    parameters: Sequence[tuple[nn.Parameter, ParameterPlacement]],
+    max_norm: float,
+    norm_type: float = 2.0,
+    device: Any = "cpu",
 ) -> Tensor:
     """Scale all gradients by one factor, the same on every rank, so that their global norm is at most ``max_norm``.
 
     Returns:
         The norm before clipping, 0-dim.
     """
-    norm = global_norm(parameters, device=device)
+    norm = global_norm(parameters, norm_type, device)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter, _ in parameters:
         if parameter.grad is not None:

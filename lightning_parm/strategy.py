@@ -18,22 +18,15 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_parm import checkpoint as sharded
-from lightning_parm.automatic import AutomaticSchedule
-from lightning_parm.gradients import GradientReducer, clip_by_global_norm, global_norm
 from lightning_parm.launcher import WholeWeightsLauncher
 from lightning_parm.moe import Topology
-from lightning_parm.placement import (
-    ParameterPlacement,
-    cut_dense_layers,
-    make_replicas_equal,
-    moe_layers,
-    place_parameters,
-)
+from lightning_parm.parallel import ParallelModel
+from lightning_parm.placement import moe_layers
 
 
 class ParmStrategy(DDPStrategy):
@@ -100,9 +93,7 @@ class ParmStrategy(DDPStrategy):
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._bucket_size_bytes = bucket_size_bytes
         self._topology: Topology | None = None
-        self._placements: dict[str, ParameterPlacement] = {}
-        self._reducer: GradientReducer | None = None
-        self._automatic: AutomaticSchedule | None = None
+        self._parallel: ParallelModel | None = None
         self._reduce_gradients = True
 
     # ---------------------------------------------------------------- sizes and processes
@@ -172,15 +163,15 @@ class ParmStrategy(DDPStrategy):
 
     # ---------------------------------------------------------------- the model
 
-    def _parallelize(self) -> None:
-        """Cut the model over the ranks; the second call of a run finds nothing left to do."""
-        module = self.lightning_module
-        assert module is not None
-        for _, layer in moe_layers(module):
-            if self.topology.world_size > 1 and layer.topology != self.topology:
-                layer.parallelize(self.topology, self.schedule, self.transport, self.chunks)
-        cut_dense_layers(module, self.topology, self.root_device.type)
-        self._placements = place_parameters(module, self.topology, self.root_device.type)
+    @property
+    def parallel_model(self) -> ParallelModel:
+        """The module cut over the ranks; the first call of a run cuts it."""
+        if self._parallel is None:
+            assert self.lightning_module is not None
+            self._parallel = ParallelModel(
+                self.lightning_module, self.topology, self.root_device, self.schedule, self.transport, self.chunks
+            )
+        return self._parallel
 
     def setup(self, trainer: Any) -> None:
         """Cut the model, make replicas equal, and build optimizers and gradient buckets."""
@@ -189,40 +180,32 @@ class ParmStrategy(DDPStrategy):
         assert module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._parallelize()
+        parallel = self.parallel_model
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(module)
         self.model = self.precision_plugin.convert_module(self.model or module)
         self.model_to_device()
-        make_replicas_equal(module, self._placements, self.topology)
+        parallel.make_replicas_equal()
         if self.topology.tensor_parallel_size > 1:
             # Peers hold the same activations, so they must draw the same dropout masks.
             torch.manual_seed(self.broadcast(torch.initial_seed()) + self.topology.data_parallel_rank)
         if fitting:
-            self._reducer = GradientReducer(self._placed(module), self.topology.group, self._bucket_size_bytes)
-            fixed = (self.schedule, self.transport, self.chunks)
-            self._automatic = AutomaticSchedule.watch(module, self.topology, fixed) if self.calibrate else None
+            parallel.prepare_training(self._bucket_size_bytes, self.calibrate)
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def _placed(self, module: nn.Module | None) -> list[tuple[nn.Parameter, ParameterPlacement]]:
-        assert module is not None
-        return [(parameter, self._placements[name]) for name, parameter in module.named_parameters()]
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before the second batch, choose the schedules for the sizes that the first one had."""
-        if self._automatic is not None:
-            self._automatic.before_batch(self.root_device)
+        self.parallel_model.before_batch()
 
     def teardown(self) -> None:
         """Leave the module without hooks, so that another Trainer may take it."""
-        for watcher in (self._automatic, self._reducer):
-            if watcher is not None:
-                watcher.remove()
-        self._automatic = self._reducer = None
+        if self._parallel is not None:
+            self._parallel.release()
+            self._parallel = None
         super().teardown()
 
     # ---------------------------------------------------------------- gradients
@@ -231,12 +214,8 @@ class ParmStrategy(DDPStrategy):
         """Backward, with gradients averaged over ranks before ``on_after_backward`` returns them to the user."""
         assert self.lightning_module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        reducer = self._reducer if self._reduce_gradients else None
-        if reducer is not None:
-            reducer.start()
-        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
-        if reducer is not None:
-            reducer.finish()
+        with self.parallel_model.averaging(self._reduce_gradients):
+            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     @contextmanager
@@ -275,13 +254,11 @@ class ParmStrategy(DDPStrategy):
         Args:
             norm_type: Order of the norm, ``float("inf")`` for the largest absolute value.
         """
-        return global_norm(self._placed(self.lightning_module), norm_type, self.root_device)
+        return self.parallel_model.grad_norm(norm_type)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if clip_val > 0:
-            of_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            placed = [entry for entry in self._placed(self.lightning_module) if id(entry[0]) in of_optimizer]
-            clip_by_global_norm(placed, clip_val, self.root_device)
+            self.parallel_model.clip_gradients(clip_val, optimizer)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -289,46 +266,33 @@ class ParmStrategy(DDPStrategy):
     def _sharded(self) -> bool:
         return self._save_distributed_checkpoint and self._topology is not None and self._topology.world_size > 1
 
-    def _named(self, state: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        return [(n, self._placements[n].as_dtensor(v) if n in self._placements else v) for n, v in state.items()]
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state: DTensors for a sharded checkpoint, else whole tensors on rank 0."""
-        assert self.lightning_module is not None
-        return dict(self._named(self.lightning_module.state_dict())) if self._sharded else self.whole_state_dict()
+        return self.parallel_model.state_dict() if self._sharded else self.whole_state_dict()
 
     def whole_state_dict(self) -> dict[str, Any]:
         """The module's state with whole tensors on rank 0 and nothing on the others; every rank must call it."""
-        assert self.lightning_module is not None
-        return sharded.full_tensors(self._named(self.lightning_module.state_dict()), keep=self.is_global_zero)
+        return self.parallel_model.whole_state_dict(keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole or sharded tensors, keeping this rank's part."""
-        module = self.lightning_module
-        assert module is not None
-        own = module.state_dict()
-        cut = {
-            name: self._placements[name].as_local(value, own[name]) if name in self._placements else value
-            for name, value in checkpoint["state_dict"].items()
-        }
-        module.load_state_dict(cut, strict=strict)
+        self.parallel_model.load_state_dict(checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter name, or as any strategy writes it when one file is written."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        assert self.lightning_module is not None
-        named = sharded.optimizer_state(optimizer, self.lightning_module, self._placements)
-        return named if self._sharded else sharded.by_position(named, keep=self.is_global_zero)
+        if self._sharded:
+            return self.parallel_model.optimizer_state(optimizer)
+        return self.parallel_model.whole_optimizer_state(optimizer, keep=self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load whole or sharded states, keeping this rank's part."""
-        assert self.lightning_module is not None
-        like = dict(self._named(dict(self.lightning_module.named_parameters())))
+        like = self.parallel_model.parameters_as_dtensors()
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             if "shards" in checkpoint:
                 saved = sharded.load_optimizer_tensors(checkpoint, index, like)
-            sharded.load_optimizer_state(optimizer, self.lightning_module, self._placements, saved)
+            self.parallel_model.load_optimizer_state(optimizer, saved)
             _optimizer_to_device(optimizer, self.root_device)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -340,10 +304,8 @@ class ParmStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a file or a directory, whichever topology wrote it."""
-        self._parallelize()
+        like = self.parallel_model.state_dict()
         path = Path(checkpoint_path)
         if not path.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
-        assert self.lightning_module is not None
-        like = dict(self._named(self.lightning_module.state_dict()))
         return sharded.load_sharded(path, like, weights_only)

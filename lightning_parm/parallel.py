@@ -1,0 +1,151 @@
+"""A module cut over the ranks: what the strategies of the Trainer and of Fabric have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parm.automatic import AutomaticSchedule
+from lightning_parm.gradients import GradientReducer, clip_by_global_norm, global_norm
+from lightning_parm.moe import Topology
+from lightning_parm.placement import (
+    ParameterPlacement,
+    cut_dense_layers,
+    make_replicas_equal,
+    moe_layers,
+    place_parameters,
+)
+from lightning_parm.state import by_position, full_tensors, load_optimizer_state, optimizer_state
+
+
+class ParallelModel:
+    """A module whose MoE and dense layers are cut over the ranks; making one again of the same module changes nothing.
+
+    Args:
+        module: The model; it is changed in place.
+        topology: Sizes and groups of the run.
+        device: Where this rank computes.
+        schedule: Of every MoE layer.
+        transport: Of every MoE layer.
+        chunks: Of every MoE layer.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        topology: Topology,
+        device: torch.device,
+        schedule: Any = "auto",
+        transport: Any = "auto",
+        chunks: Any = "auto",
+    ) -> None:
+        self.module = module
+        self.topology = topology
+        self.device = device
+        self._fixed = (schedule, transport, chunks)
+        self._reducer: GradientReducer | None = None
+        self._automatic: AutomaticSchedule | None = None
+        for _, layer in moe_layers(module):
+            if topology.world_size > 1 and layer.topology != topology:
+                layer.parallelize(topology, schedule, transport, chunks)
+        cut_dense_layers(module, topology, device.type)
+        self.placements = place_parameters(module, topology, device.type)
+
+    def placed(self, optimizer: Optimizer | None = None) -> list[tuple[nn.Parameter, ParameterPlacement]]:
+        """Every parameter with its placement, in the order of the module; of ``optimizer`` only, if one is given."""
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else None
+        return [
+            (parameter, self.placements[name])
+            for name, parameter in self.module.named_parameters()
+            if wanted is None or id(parameter) in wanted
+        ]
+
+    def make_replicas_equal(self) -> None:
+        """Give every replica the values of the first rank that holds them, once the module is on its device."""
+        make_replicas_equal(self.module, self.placements, self.topology)
+
+    # ---------------------------------------------------------------- training
+
+    def prepare_training(self, bucket_size_bytes: int, calibrate: bool) -> None:
+        """Watch the gradients, to average them while backward runs, and the sizes that schedules are chosen for."""
+        self.release()
+        self._reducer = GradientReducer(self.placed(), self.topology.group, bucket_size_bytes)
+        if calibrate:
+            self._automatic = AutomaticSchedule.watch(self.module, self.topology, self._fixed)
+
+    def before_batch(self) -> None:
+        """Call before every batch: before the second one, schedules are chosen for the sizes that the first had."""
+        if self._automatic is not None:
+            self._automatic.before_batch(self.device)
+
+    @contextmanager
+    def averaging(self, active: bool = True) -> Generator[None, None, None]:
+        """Run backward within it; gradients are averaged over ranks when it ends."""
+        reducer = self._reducer if active else None
+        if reducer is not None:
+            reducer.start()
+        yield
+        if reducer is not None:
+            reducer.finish()
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Norm of the gradients of the whole model, equal on every rank; every rank must call it."""
+        return global_norm(self.placed(), norm_type, self.device)
+
+    def clip_gradients(self, max_norm: float, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that their norm over the whole model is at most ``max_norm``; gives the norm before."""
+        return clip_by_global_norm(self.placed(optimizer), max_norm, norm_type, self.device)
+
+    def release(self) -> None:
+        """Leave the module without hooks, so that another strategy may take it."""
+        for watcher in (self._automatic, self._reducer):
+            if watcher is not None:
+                watcher.remove()
+        self._automatic = self._reducer = None
+
+    # ---------------------------------------------------------------- state
+
+    def as_dtensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state of the module with DTensors for its shards, which know the whole they are part of."""
+        return {
+            name: self.placements[name].as_dtensor(value) if name in self.placements else value
+            for name, value in state.items()
+        }
+
+    def parameters_as_dtensors(self) -> dict[str, Any]:
+        """Every parameter by name, as :meth:`as_dtensors`."""
+        return self.as_dtensors(dict(self.module.named_parameters()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's state for a sharded checkpoint."""
+        return self.as_dtensors(self.module.state_dict())
+
+    def whole_state_dict(self, keep: bool) -> dict[str, Any]:
+        """The module's state in whole tensors where ``keep`` is set, and nothing elsewhere; every rank must call it."""
+        return full_tensors(self.state_dict().items(), keep)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load whole tensors or DTensors, keeping this rank's part."""
+        own = self.module.state_dict()
+        cut = {
+            name: self.placements[name].as_local(value, own[name]) if name in self.placements else value
+            for name, value in state.items()
+        }
+        return self.module.load_state_dict(cut, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state by parameter name, for a sharded checkpoint."""
+        return optimizer_state(optimizer, self.module, self.placements)
+
+    def whole_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+        """The optimizer's state as torch writes it, whole, where ``keep`` is set; every rank must call it."""
+        return by_position(self.optimizer_state(optimizer), keep)
+
+    def load_optimizer_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        """Load a state by names or by position, keeping this rank's part."""
+        load_optimizer_state(optimizer, self.module, self.placements, saved)
