@@ -112,6 +112,24 @@ def test_two_threads_ask_for_one_key_and_one_produces(tmp_path):
     assert len(produced) == 1
 
 
+def test_fetches_at_the_same_moment_stay_within_the_limit_together(tmp_path):
+    cache, barrier = DiskCache(tmp_path, 35), threading.Barrier(6)
+    by_lock = {int(cache.path(key).name[:2], 16) % 64: key for key in map(str, range(60))}
+    keys = list(by_lock.values())[:6]  # each under a lock of its own, so that none waits for another
+
+    def produce(path: Path) -> None:
+        path.write_bytes(b"x" * 10)
+        barrier.wait(timeout=30)
+
+    threads = [threading.Thread(target=cache.fetch, args=(key, produce, Path.read_bytes)) for key in keys]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kept = [path.stat().st_size for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    assert 0 < sum(kept) <= 35
+
+
 class Flaky(http.server.SimpleHTTPRequestHandler):
     """Serves byte ranges, and fails each object's first request with 503."""
 

@@ -44,15 +44,16 @@ class DiskCache:
         with suppress(FileNotFoundError):
             return self._reuse(path, use)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self._lock(name):
+        with self._lock(f"{int(name[:2], 16) % 64}"):  # one of 64 lock files, so that they do not pile up
             with suppress(FileNotFoundError):
                 return self._reuse(path, use)
             partial = self.folder / f".{name}.{os.getpid()}{suffix}"
             try:
                 produce(partial)
-                self._evict(partial.stat().st_size)
-                used = use(partial)
-                partial.replace(path)
+                with self._lock("room"):  # one at a time: two that made room at once would both fill it
+                    self._evict()
+                    used = use(partial)
+                    partial.replace(path)
             finally:
                 partial.unlink(missing_ok=True)
         return used
@@ -63,23 +64,23 @@ class DiskCache:
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        # One of 64 lock files, so that locks do not pile up.
-        with (self.folder / f".lock.{int(name[:2], 16) % 64}").open("a") as file:
+        with (self.folder / f".lock.{name}").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _evict(self, incoming: int) -> None:
-        entries = []
+    def _evict(self) -> None:
+        """Remove what was not used for longest until the folder, with what is being written, is within the limit."""
+        entries, total_bytes = [], 0
         for entry in os.scandir(self.folder):
+            try:
+                status = entry.stat()
+            except FileNotFoundError:  # another process was faster
+                continue
+            total_bytes += status.st_size * entry.is_file()
             if not entry.name.startswith("."):
-                try:
-                    status = entry.stat()
-                except FileNotFoundError:  # another process was faster
-                    continue
                 entries.append((status.st_mtime_ns, status.st_size, entry.path))
-        excess = sum(size for _, size, _ in entries) + incoming - self.limit_bytes
         for _, size, path in sorted(entries):
-            if excess <= 0:
+            if total_bytes <= self.limit_bytes:
                 break
             Path(path).unlink(missing_ok=True)
-            excess -= size
+            total_bytes -= size
