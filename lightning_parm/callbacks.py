@@ -268,13 +268,12 @@ class DataMonitor(Callback):
             return
         samples = data.samples_per_source()
         total = sum(samples.values())
-        segments = data._open().mixture.segments
-        weights = next(weights for start, weights in reversed(segments) if start <= total)
+        weights = data.weights_per_source()
         values: dict[str, float] = {}
-        for (name, count), weight in zip(samples.items(), weights, strict=True):
+        for name, count in samples.items():
             values[f"data/samples/{name}"] = float(count)
             values[f"data/mix_actual/{name}"] = count / max(1, total)
-            values[f"data/mix_target/{name}"] = weight / sum(weights)
+            values[f"data/mix_target/{name}"] = weights[name] / sum(weights.values())
         values |= {f"data/epoch/{name}": epochs for name, epochs in data.epochs_per_source().items()}
         pl_module.log_dict(values, batch_size=1)
 

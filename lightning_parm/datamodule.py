@@ -172,6 +172,10 @@ class TokenDataModule(pl.LightningDataModule):
         """
         self._open().set_weights(weights)
 
+    def weights_per_source(self) -> dict[str, float]:
+        """Return the weight of each source at the next sample: what was given, or last set, or where a ramp is now."""
+        return self._open().weights(self._consumed())
+
     def samples_per_source(self) -> dict[str, int]:
         """Return how many samples of each source the training loop has consumed."""
         return self._open().served(self._consumed())

@@ -21,7 +21,7 @@ from lightning_parm.data.sources.source import Source
 from lightning_parm.data.state import VERSION, check_order, check_sources, digest, mix_digest
 
 _ENDLESS = 1 << 62
-_DIGESTED = 2  # samples before the position whose tokens a state vouches for
+_DIGESTED = 2  # samples shortly before the position whose tokens a state vouches for
 
 
 class TokenLoader(IterableDataset[Batch]):
@@ -119,7 +119,6 @@ class TokenLoader(IterableDataset[Batch]):
         self._epoch_start = 0
         self._interrupted = False
         self._reader: BlockReader | None = None
-        self._digest_mixture: Mixture | None = None
         names = [source.name for source in self.sources]
         if weights is None:
             weights = {source.name: max(float(source.num_tokens), 1.0) for source in self.sources}
@@ -137,7 +136,7 @@ class TokenLoader(IterableDataset[Batch]):
         """Samples in all sources that the mix serves now, each counted once."""
         if self._end < _ENDLESS:
             return self._end
-        weights = next(weights for start, weights in reversed(self._segments) if start <= self._samples)
+        weights = self.weights().values()
         return sum(count for count, weight in zip(self.order.count(once=False), weights, strict=True) if weight)
 
     @property
@@ -149,11 +148,6 @@ class TokenLoader(IterableDataset[Batch]):
     def wait_seconds(self) -> float:
         """Seconds that this process has waited for data since the stream was last started."""
         return self._reader.wait_seconds if self._reader else 0.0
-
-    @property
-    def mixture(self) -> Mixture:
-        """The mix so far and from here on."""
-        return Mixture(self._segments, self.order.num_lanes)
 
     def __len__(self) -> int:
         """Return the batches of one epoch."""
@@ -201,6 +195,12 @@ class TokenLoader(IterableDataset[Batch]):
         self._plan(self._samples, knots)
         if self._reader is not None:
             self._reader.change(self._samples + self.rank * self.batch_size, self._segments)
+
+    def weights(self, samples: int | None = None) -> dict[str, float]:
+        """Return the weight of each source at the next sample; ``samples`` is another position than the loader's."""
+        position = self._samples if samples is None else samples
+        weights = next(weights for start, weights in reversed(self._segments) if start <= position)
+        return dict(zip(self._names, weights, strict=True))
 
     def served(self, samples: int | None = None) -> dict[str, int]:
         """Return how many samples of each source were consumed; a pure function of the state."""
@@ -281,14 +281,24 @@ class TokenLoader(IterableDataset[Batch]):
         policy = self._order_arguments["at_exhaustion"]
         if policy != "repeat":
             self._segments, self._end = limit(self._segments, self.order.count(once=True), policy)
-        self._digest_mixture = None
+        lanes = self.order.num_lanes
+        # Two, because what one has counted helps only with later samples.
+        self.mixture = Mixture(self._segments, lanes, getattr(self, "mixture", None))
+        self._digest_mixture = Mixture(self._segments, lanes, getattr(self, "_digest_mixture", None))
+        self._digested: tuple[int, str] = 0, ""
 
     def _digest(self, samples: int) -> str | None:
-        """Return a digest of the last samples' tokens, or nothing where reading them would use a network."""
-        if samples < _DIGESTED or any(source.is_remote for source in self.sources):
+        """Return a digest of the tokens of recent samples, or nothing where reading them would use a network.
+
+        They lie where all lanes last began a round: always in the same two lanes, whose counts need only be continued.
+        """
+        if samples < 1 or any(source.is_remote for source in self.sources):
             return None
-        self._digest_mixture = self._digest_mixture or self.mixture
-        return digest(self.order.read(np.arange(samples - _DIGESTED, samples), self._digest_mixture)[0])
+        stop = (samples - 1) // self.order.num_lanes * self.order.num_lanes + 1
+        if self._digested[0] != stop:
+            recent = np.arange(max(0, stop - _DIGESTED), stop)
+            self._digested = stop, digest(self.order.read(recent, self._digest_mixture)[0])
+        return self._digested[1]
 
     def _read(self, start: int, stride: int, num_workers: int) -> BlockReader:
         steps = Steps(self.batch_size, stride)

@@ -20,6 +20,7 @@ UInt64 = npt.NDArray[np.uint64]
 CIRCLE = 1 << 32
 _STEP = 2654435769  # 2**32 / golden ratio, odd
 _CELLS = 1 << 16  # numbers at a time in sums over many segments
+_NEVER = -(1 << 62)
 
 
 def thresholds(weights: Sequence[float]) -> Int64:
@@ -58,22 +59,22 @@ class Mixture:
         self.num_lanes = num_lanes
         self.num_sources = len(self.segments[0][1])
         self._starts = np.array([start for start, _ in segments], dtype=np.int64)
-        self._bounds = np.stack([thresholds(weights) for _, weights in segments])
-        bits = num_lanes.bit_length() - 1
-        reversed_ = [int(f"{lane:0{bits}b}"[::-1], 2) if bits else 0 for lane in range(num_lanes)]
-        self._phases = np.array(reversed_, dtype=np.int64) * (CIRCLE // num_lanes)
         # A memory that saves time and changes no result: each lane's counts at the round it was last asked for.
-        self._turns = np.full(num_lanes, -(1 << 62), dtype=np.int64)
+        self._turns = np.full(num_lanes, _NEVER, dtype=np.int64)
         self._counts = np.zeros((num_lanes, self.num_sources), dtype=np.int64)
-        if previous is not None and (previous.num_lanes, previous.num_sources) == (num_lanes, self.num_sources):
-            self._turns[:], self._counts[:] = previous._turns, previous._counts
-            common = 0
-            while self.segments[common : common + 1] == previous.segments[common : common + 1] != ():
-                common += 1
-            changed = min(
-                (start for start, _ in (*self.segments[common:], *previous.segments[common:])), default=1 << 62
-            )
-            self._turns[self._turns * num_lanes > changed] = -(1 << 62)
+        if previous is None or (previous.num_lanes, previous.num_sources) != (num_lanes, self.num_sources):
+            self._phases = _phases(num_lanes)
+            self._bounds = np.stack([thresholds(weights) for _, weights in self.segments])
+            return
+        common = 0
+        while self.segments[common : common + 1] == previous.segments[common : common + 1] != ():
+            common += 1
+        fresh = np.array([thresholds(weights) for _, weights in self.segments[common:]], dtype=np.int64)
+        self._phases = previous._phases
+        self._bounds = np.concatenate([previous._bounds[:common], fresh.reshape(-1, self.num_sources + 1)])
+        changed = min((start for start, _ in (*self.segments[common:], *previous.segments[common:])), default=1 << 62)
+        kept = previous._turns * num_lanes <= changed
+        self._turns[kept], self._counts[kept] = previous._turns[kept], previous._counts[kept]
 
     def choose(self, samples: Int64) -> tuple[Int64, Int64]:
         """Return the source of each sample (N,), and a ticket: which of that source's samples it is.
@@ -98,8 +99,10 @@ class Mixture:
         >>> Mixture([(0, [1.0, 1.0])], num_lanes=1).served(1001)
         [501, 500]
         """
-        lanes = np.arange(self.num_lanes)
-        return [int(count) for count in self._count(lanes, self._turn(num_samples, lanes)).sum(axis=0)]
+        stop = self._turn(num_samples, np.arange(self.num_lanes))
+        lanes = np.flatnonzero(self._turns != stop)
+        self._jump(lanes, stop[lanes])
+        return [int(count) for count in self._counts.sum(axis=0)]
 
     def _source(self, lane: Int64, turn: Int64) -> Int64:
         segment = np.searchsorted(self._starts, turn * self.num_lanes + lane, side="right") - 1
@@ -111,8 +114,7 @@ class Mixture:
         """Return (N, S) how often each of the distinct lanes chose each source before round ``turn``."""
         far = lanes[(self._turns[lanes] > turn) | (self._turns[lanes] < turn - 8)]
         if far.size:
-            self._counts[far] = self._count(far, np.full_like(far, turn))
-            self._turns[far] = turn
+            self._jump(far, np.full_like(far, turn))
         behind = lanes[self._turns[lanes] < turn]
         while behind.size:
             self._counts[behind, self._source(behind, self._turns[behind])] += 1
@@ -124,23 +126,42 @@ class Mixture:
         """Return the first round in which each lane is at or past ``sample``."""
         return -(-(np.asarray(sample, dtype=np.int64) - lanes) // self.num_lanes)
 
-    def _count(self, lanes: Int64, stop: Int64) -> Int64:
-        """Return (N, S) how often each lane chose each source before round ``stop`` (N,): a sum over segments."""
+    def _jump(self, lanes: Int64, stop: Int64) -> None:
+        """Bring the counts of each of the distinct lanes to round ``stop`` (N,), from where they are or from 0."""
+        begin = np.where(self._turns[lanes] <= stop, np.maximum(self._turns[lanes], 0), 0)
+        self._counts[lanes] = self._counts[lanes] * (begin > 0)[:, None] + self._count(lanes, begin, stop)
+        self._turns[lanes] = stop
+
+    def _count(self, lanes: Int64, begin: Int64, stop: Int64) -> Int64:
+        """Return (N, S) how often each lane chose each source in its rounds from ``begin`` to before ``stop``."""
         counts = np.zeros((len(lanes), self.num_sources), dtype=np.int64)
-        reached = int(np.searchsorted(self._starts, (stop * self.num_lanes + lanes).max(initial=0)))
+        lowest, highest = (
+            (begin * self.num_lanes + lanes).min(initial=0),
+            (stop * self.num_lanes + lanes).max(initial=0),
+        )
+        reached = int(np.searchsorted(self._starts, highest))
         step = max(1, _CELLS // (len(lanes) * (self.num_sources + 1) or 1))
-        for first in range(0, reached, step):  # segments at a time
+        for first in range(int(np.searchsorted(self._starts, lowest, side="right")) - 1, reached, step):
             bounds = self._bounds[first : min(first + step, reached), None, :]
             starts = np.append(self._starts, 1 << 62)[first : first + len(bounds) + 1, None]
-            edges = np.minimum(
-                self._turn(starts, lanes), stop
-            )  # the rounds at which segments change, (segments + 1, N)
+            edges = np.clip(self._turn(starts, lanes), begin, stop)  # where segments change, (segments + 1, N)
             turns = np.stack([edges[1:], edges[:-1]])[..., None]
             offsets = self._phases[lanes][:, None] + CIRCLE - bounds
             floors = _floor_sum(*np.broadcast_arrays(turns, offsets))
             during = floors[0] - floors[1]
             counts += (during[..., :-1] - during[..., 1:]).sum(axis=0).view(np.int64)
         return counts
+
+
+def _phases(num_lanes: int) -> Int64:
+    """Return where on the circle each lane starts: evenly spread, in bit-reversed order.
+
+    >>> (_phases(4) * 4 // CIRCLE).tolist()
+    [0, 2, 1, 3]
+    """
+    bits = num_lanes.bit_length() - 1
+    lanes = [int(f"{lane:0{bits}b}"[::-1], 2) if bits else 0 for lane in range(num_lanes)]
+    return np.array(lanes, dtype=np.int64) * (CIRCLE // num_lanes)
 
 
 def _floor_sum(count: Int64, offset: Int64) -> UInt64:

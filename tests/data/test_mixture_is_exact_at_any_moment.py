@@ -40,7 +40,13 @@ def test_random_access_after_any_history_of_questions_gives_the_same(num_lanes):
 @pytest.mark.parametrize("stop", [0, 1, 37, 38, 499, 2999])
 def test_served_is_the_count_of_choices(stop):
     source, _ = Mixture(SEGMENTS, 16).choose(np.arange(3000))
-    assert Mixture(SEGMENTS, 16).served(stop) == np.bincount(source[:stop], minlength=4).tolist()
+    expected = np.bincount(source[:stop], minlength=4).tolist()
+    assert Mixture(SEGMENTS, 16).served(stop) == expected
+    asked = Mixture(SEGMENTS, 16)
+    for earlier in (10, 400, 38, 2500):  # what it remembers of other questions changes no answer
+        asked.served(earlier)
+        assert asked.served(stop) == expected
+    assert Mixture([*SEGMENTS, (2999, [1.0, 0.0, 0.0, 0.0])], 16, asked).served(stop) == expected
 
 
 @pytest.mark.parametrize(("num_sources", "num_lanes", "millions"), [(16, 1024, 10), (16, 1, 2), (2, 1024, 2)])

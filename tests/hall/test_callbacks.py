@@ -230,6 +230,7 @@ def test_data_mix(tmp_path: Path) -> None:
     assert memory.of("data/mix_actual/a")[-1] == pytest.approx(memory.of("data/samples/a")[-1] / 48)
     assert memory.of("data/mix_target/a") == [0.75] * 3
     assert memory.of("data/mix_target/b") == [0.25] * 3
+    assert data.weights_per_source() == {"a": 3.0, "b": 1.0}
     assert memory.of("data/epoch/a") == sorted(memory.of("data/epoch/a"))
     assert memory.of("data/epoch/a")[-1] == pytest.approx(data.epochs_per_source()["a"])
 
