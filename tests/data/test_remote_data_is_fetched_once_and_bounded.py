@@ -74,7 +74,7 @@ def test_the_cache_stays_within_its_limit_and_every_part_is_readable_again(tmp_p
     local = TokenLoader(str(folder), **options(tmp_path))
     for _ in range(100):
         assert loader.next_batch()["input_ids"].tolist() == local.next_batch()["input_ids"].tolist()
-    kept = sum(path.stat().st_size for path in (tmp_path / "cache" / "parts").iterdir() if path.is_file())
+    kept = sum(path.stat().st_size for path in (tmp_path / "cache" / "_parts").iterdir() if path.is_file())
     assert 0 < kept <= limit
     assert loader.wait_seconds > 0
 

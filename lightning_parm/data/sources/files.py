@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,10 +67,14 @@ def find_sources(path: str, formats: Sequence[Format]) -> dict[str, str]:
     def holds_tokens(files: list[Path]) -> bool:
         return any(file.is_file() and any(f.matches(file) for f in formats) for file in files)
 
-    if holds_tokens(sorted(folder.glob("*"))):
+    entries = [folder / name for name in sorted(os.listdir(folder)) if not name.startswith((".", "_"))]
+    if holds_tokens(entries):
         return {"data": path}
-    visible = [entry for entry in sorted(folder.iterdir()) if entry.is_dir() and not entry.name.startswith((".", "_"))]
-    found = {entry.name: str(entry) for entry in visible if holds_tokens(sorted(entry.rglob("*")))}
+    found = {
+        entry.name: str(entry)
+        for entry in entries
+        if entry.is_dir() and holds_tokens([entry / name for name in _walk(entry)])
+    }
     return found or {"data": path}
 
 
@@ -101,9 +106,21 @@ def _list(path: str, name: str) -> LocalPlace:
         state = _datasets_state(root)
         if state:
             return LocalPlace(root, [entry["filename"] for entry in state["_data_files"]])
-        files = [file for file in root.rglob("*") if file.is_file()]
+        return LocalPlace(root, _walk(root))
     names = sorted(file.relative_to(root).as_posix() for file in files)
     return LocalPlace(root, [name for name in names if not any(p.startswith((".", "_")) for p in name.split("/"))])
+
+
+def _walk(root: Path) -> list[str]:
+    """Return the visible files below a folder in order; plain strings, because there may be very many."""
+    names = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        inside = Path(folder).relative_to(root).as_posix()
+        prefix = "" if inside == "." else f"{inside}/"
+        visible = [name for name in files if not name.startswith((".", "_"))]
+        names += [prefix + name for name in visible if os.path.isfile(os.path.join(folder, name))]
+    return sorted(names)
 
 
 def _datasets_state(root: Path) -> dict[str, list[dict[str, str]]]:

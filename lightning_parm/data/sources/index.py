@@ -99,8 +99,7 @@ def find_index(
     """
     if bad_files not in ("raise", "skip"):
         raise ValueError(f'bad_files={bad_files!r} must be "raise" or "skip".')
-    with ThreadPoolExecutor(max_workers=16) as pool:
-        signatures = list(pool.map(place.signature, place.names))
+    signatures = _signatures(place)
     about = [type(format_).__qualname__, vars(format_) and str(vars(format_)), delimiter, PART_TOKENS]
     key = json.dumps([about, [place.describe(file) for file in place.names[:1]], place.names, signatures])
     path = folder / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.arrow"
@@ -123,6 +122,15 @@ def find_index(
             )
         log.warning("Source %r: skipped %s, which %s%s", name, place.describe(first), reason, others)
     return index
+
+
+def _signatures(place: Place) -> list[str]:
+    """Return the signatures of all files; asked in a few threads, because a file system may be far away."""
+    size = -(-len(place.names) // 16)
+    groups = [place.names[start : start + size] for start in range(0, len(place.names), max(size, 1))]
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        found = pool.map(lambda group: [place.signature(file) for file in group], groups)
+        return [signature for group in found for signature in group]
 
 
 def _build(name: str, place: Place, format_: Format, delimiter: int | None, progress: Progress | None) -> SourceIndex:

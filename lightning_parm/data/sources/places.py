@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -47,11 +48,11 @@ class LocalPlace:
 
     def signature(self, name: str) -> str:
         """Return size and time of change of the file, and of an index that a format has beside it."""
-        path = self.root / name
+        path = os.path.join(self.root, name)
         marks = []
-        for file in (path, path.with_suffix(".idx"), path.with_name("index.json")):
+        for file in (path, f"{os.path.splitext(path)[0]}.idx", os.path.join(os.path.dirname(path), "index.json")):
             with suppress(FileNotFoundError):
-                status = file.stat()
+                status = os.stat(file)
                 marks.append(f"{status.st_size}/{status.st_mtime_ns}")
         return " ".join(marks)
 

@@ -65,11 +65,11 @@ def open_sources(
     if not named:
         raise ValueError("sources is empty: give a path, or a dictionary from names to paths.")
     root = Path.home() / ".cache" / "lightning_parm" if cache_folder is None else Path(cache_folder)
-    cache = DiskCache(root / "parts", cache_bytes)
+    cache = DiskCache(root / "_parts", cache_bytes)  # an underscore, because the root may lie among the data
     opened = []
     for name, path in named.items():
         place, found = find_files(path, name, formats, cache)
-        index = find_index(name, place, found, delimiter, bad_files, root / "index", progress)
+        index = find_index(name, place, found, delimiter, bad_files, root / "_index", progress)
         opened.append(Source(name, place, found, index, delimiter, cache))
     if isinstance(sources, str) and "://" not in sources:
         _compare_counts(Path(sources), opened)
