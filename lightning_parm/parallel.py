@@ -52,6 +52,7 @@ class ParallelModel:
         self._automatic: AutomaticSchedule | None = None
         for _, layer in moe_layers(module):
             if topology.world_size > 1 and layer.topology != topology:
+                layer.auxiliary_loss = torch.zeros(())  # of an earlier forward, whose graph knows the whole parameters
                 layer.parallelize(topology, schedule, transport, chunks)
         cut_dense_layers(module, topology, device.type)
         self.placements = place_parameters(module, topology, device.type)

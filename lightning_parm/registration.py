@@ -1,4 +1,4 @@
-"""Makes ``Trainer(strategy="parm")`` known to Lightning, and tells users of ``pytorch_lightning`` what to change."""
+"""Makes ``"parm"`` known to the Trainer and to Fabric, and tells users of ``pytorch_lightning`` what to change."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_parm.fabric import FabricParmStrategy
 from lightning_parm.strategy import ParmStrategy
 
 FOREIGN = "pytorch_lightning.strategies"
@@ -64,6 +66,9 @@ def register() -> None:
     for name, preset in VARIANTS.items():
         described = ", ".join(f"{key}={value!r}" for key, value in preset.items()) or "defaults"
         StrategyRegistry.register(name, ParmStrategy, description=f"ParmStrategy: {described}", override=True, **preset)
+        STRATEGY_REGISTRY.register(
+            name, FabricParmStrategy, description=f"FabricParmStrategy: {described}", override=True, **preset
+        )
     if FOREIGN in sys.modules:
         _register_refusal()
     elif not any(isinstance(finder, _ForeignFinder) for finder in sys.meta_path):
