@@ -23,7 +23,7 @@ class DiskCache:
 
     Args:
         folder: where the files lie.
-        limit_bytes: how large the folder may become, together with what is being written.
+        limit_bytes: how large the kept files may become; files that are still being written come on top.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -69,7 +69,7 @@ class DiskCache:
             yield
 
     def _evict(self) -> None:
-        """Remove what was not used for longest until the folder, with what is being written, is within the limit."""
+        """Remove what was not used for longest until all files are within the limit, or nothing is left to remove."""
         entries, total_bytes = [], 0
         for entry in os.scandir(self.folder):
             try:
