@@ -18,6 +18,13 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _as_placed(grad: Tensor, parameter: nn.Parameter) -> Tensor:
+    """``grad`` placed like its parameter: a partial one, of a norm on a cut sequence, is summed over its own mesh."""
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+        return grad.redistribute(parameter.device_mesh, parameter.placements)
+    return grad
+
+
 class _Bucket:
     """Parameters whose gradients travel together: one flat buffer, and a flag a parameter that says it was used.
 
@@ -47,11 +54,7 @@ class _Bucket:
         parameter, view = self.parameters[index], self.views[index]
         grad = parameter.grad
         assert grad is not None
-        if isinstance(grad, DTensor):
-            assert isinstance(parameter, DTensor)
-            # A partial gradient (a norm on sequence-sharded activations) is summed over its own mesh first.
-            grad = grad.redistribute(parameter.device_mesh, parameter.placements)
-        shard = _local(grad)
+        shard = _local(_as_placed(grad, parameter))
         if shard.data_ptr() != view.data_ptr():
             view.copy_(shard)
         if isinstance(parameter, DTensor):
@@ -111,6 +114,7 @@ class GradientReducer:
     ) -> None:
         self._handles: list[Any] = []
         self._buckets: list[_Bucket] = []
+        self._alone: list[nn.Parameter] = []
         self._active = False
         self._next = 0
         opened: dict[tuple[Axis, torch.dtype, torch.device], list[nn.Parameter]] = {}
@@ -123,6 +127,8 @@ class GradientReducer:
                 self._handles.append(parameter.register_hook(lambda grad, scale=scale: grad * scale))
             axis = placement.reduce_axis
             if axis is None or group_of(axis) is None:
+                if isinstance(parameter, DTensor):
+                    self._alone.append(parameter)
                 continue
             shard = _local(parameter)
             key = (axis, shard.dtype, shard.device)
@@ -173,6 +179,9 @@ class GradientReducer:
             bucket.launch()
         for bucket in self._buckets:
             bucket.wait()
+        for parameter in self._alone:
+            if parameter.grad is not None:
+                parameter.grad = _as_placed(parameter.grad, parameter)
 
     def remove(self) -> None:
         """Take all hooks off the parameters."""
@@ -180,6 +189,7 @@ class GradientReducer:
             handle.remove()
         self._handles.clear()
         self._buckets.clear()
+        self._alone.clear()
 
 
 def global_norm(

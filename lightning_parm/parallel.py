@@ -8,19 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_parm.automatic import AutomaticSchedule
 from lightning_parm.gradients import GradientReducer, clip_by_global_norm, global_norm
 from lightning_parm.moe import Topology
-from lightning_parm.placement import (
-    ParameterPlacement,
-    cut_dense_layers,
-    make_replicas_equal,
-    moe_layers,
-    place_parameters,
-)
+from lightning_parm.placement import ParameterPlacement, make_replicas_equal, moe_layers, place_parameters
 from lightning_parm.state import by_position, full_tensors, load_optimizer_state, optimizer_state
+from lightning_parm.tensor_parallel import cut_dense_layers
 
 
 class ParallelModel:
@@ -54,7 +50,12 @@ class ParallelModel:
             if topology.world_size > 1 and layer.topology != topology:
                 layer.auxiliary_loss = torch.zeros(())  # of an earlier forward, whose graph knows the whole parameters
                 layer.parallelize(topology, schedule, transport, chunks)
-        cut_dense_layers(module, topology, device.type)
+        self._dense_mesh: DeviceMesh | None = getattr(module, "_device_mesh", None)  # the one that users see
+        if topology.world_size > 1 and self._dense_mesh is None:
+            self._dense_mesh = topology.dense_mesh(device.type)
+        if topology.tensor_parallel_size > 1:
+            assert self._dense_mesh is not None
+            cut_dense_layers(module, self._dense_mesh["tensor_parallel"])
         self.placements = place_parameters(module, topology, device.type)
 
     def placed(self, optimizer: Optimizer | None = None) -> list[tuple[nn.Parameter, ParameterPlacement]]:

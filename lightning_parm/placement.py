@@ -19,11 +19,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
 
 from lightning_parm.moe import MoE, Topology
 from lightning_parm.moe.topology import Axis
@@ -87,28 +85,6 @@ def moe_layers(module: nn.Module) -> Iterator[tuple[str, MoE]]:
     for name, child in module.named_modules():
         if isinstance(child, MoE):
             yield name, child
-
-
-def cut_dense_layers(module: nn.Module, topology: Topology, device_type: str) -> None:
-    """Cut dense layers over tensor-parallel ranks by the module's ``tensor_parallel_plan``, unless that was done.
-
-    The plan maps module names to :class:`torch.distributed.tensor.parallel.ParallelStyle`; it is an attribute, a
-    property or a method. A module without one keeps whole dense layers on every rank, and a warning says so.
-    """
-    if topology.tensor_parallel_size == 1 or any(isinstance(p, DTensor) for p in module.parameters()):
-        return
-    plan = getattr(module, "tensor_parallel_plan", None)
-    if plan:
-        mesh = topology.dense_mesh(device_type)["tensor_parallel"]
-        parallelize_module(module, mesh, plan() if callable(plan) else plan)
-        return
-    in_mixtures = {id(p) for _, layer in moe_layers(module) for p in layer.parameters()}
-    dense = sum(p.numel() for p in module.parameters() if id(p) not in in_mixtures)
-    rank_zero_warn(
-        f"tensor_parallel_size={topology.tensor_parallel_size}, but the module has no tensor_parallel_plan: its "
-        f"{dense:,} dense parameters are replicated, and each of the {topology.tensor_parallel_size} ranks computes "
-        "all of every dense layer. Give the module a tensor_parallel_plan, or set tensor_parallel_size=1."
-    )
 
 
 def place_parameters(module: nn.Module, topology: Topology, device_type: str) -> dict[str, ParameterPlacement]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -186,8 +185,8 @@ class ParmStrategy(DDPStrategy):
         self.model = self.precision_plugin.convert_module(self.model or module)
         self.model_to_device()
         parallel.make_replicas_equal()
-        if self.topology.tensor_parallel_size > 1:
-            # Peers hold the same activations, so they must draw the same dropout masks.
+        if self.topology.world_size > 1:
+            # Tensor-parallel peers hold the same activations, so they must draw the same dropout masks; others do not.
             torch.manual_seed(self.broadcast(torch.initial_seed()) + self.topology.data_parallel_rank)
         if fitting:
             parallel.prepare_training(self._bucket_size_bytes, self.calibrate)
@@ -298,14 +297,20 @@ class ParmStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Write a directory with every rank's part, or one file from rank 0."""
         if self._sharded:
-            sharded.save_sharded(checkpoint, filepath, self.broadcast)
+            sharded.save_sharded(checkpoint, filepath, self.broadcast, storage_options)
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a file or a directory, whichever topology wrote it."""
         like = self.parallel_model.state_dict()
-        path = Path(checkpoint_path)
-        if not path.is_dir():
+        if not sharded.is_sharded(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        return sharded.load_sharded(path, like, weights_only)
+        return sharded.load_sharded(checkpoint_path, like, weights_only)
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Remove a directory or a file."""
+        if self.is_global_zero and sharded.is_sharded(filepath):
+            sharded.remove_sharded(filepath)
+        else:
+            super().remove_checkpoint(filepath)

@@ -9,10 +9,18 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.nn import functional as F
 
 from lightning_parm.moe import MoE
+from lightning_parm.randomness import different_on_peers, tensor_parallel_mesh
 
 
 def rotate(x: Tensor, position_ids: Tensor, base: float = 10000.0) -> Tensor:
@@ -54,14 +62,16 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        attended = F.scaled_dot_product_attention(
-            rotate(query, position_ids),
-            rotate(key, position_ids),
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None,
-        )
+        dropout = self.dropout if self.training else 0.0
+        with different_on_peers(tensor_parallel_mesh(self.query.weight) if dropout else None, value.device):
+            attended = F.scaled_dot_product_attention(
+                rotate(query, position_ids),
+                rotate(key, position_ids),
+                value,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+            )
         return self.output(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -92,8 +102,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor, mask: Tensor | None) -> Tensor:
         """Map ``(B, L, M)`` to ``(B, L, M)``."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), position_ids, mask))
-        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))  # type: ignore[no-any-return]
+        x = x + self._drop(self.attention(self.attention_norm(x), position_ids, mask))
+        return x + self._drop(self.feed_forward(self.feed_forward_norm(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        # The norm is distributed where the sequence is cut over tensor-parallel ranks; else they hold the same tokens.
+        active = self.training and self.dropout.p > 0
+        with different_on_peers(tensor_parallel_mesh(self.attention_norm.weight) if active else None, x.device):
+            return self.dropout(x)  # type: ignore[no-any-return]
 
 
 class GPT(pl.LightningModule):
@@ -121,9 +137,13 @@ class GPT(pl.LightningModule):
         weight_decay: Weight decay of the matrices.
         warmup_steps: Steps over which the learning rate rises linearly.
         decay_steps: Steps after which the cosine has fallen to a tenth of the peak; None keeps the peak.
+        sequence_parallel: Whether tensor-parallel ranks share the sequence out between attention and the feed-forward
+            parts, so that norms, residuals and routers see each token on one rank only (Korthikanti et al., 2022). The
+            length must then be a multiple of the number of those ranks.
 
     Raises:
-        ValueError: If ``num_heads`` does not divide ``model_dim``, or the head width is odd.
+        ValueError: If ``num_heads`` does not divide ``model_dim``, or the head width is odd; in ``forward``, if a
+            sequence cannot be shared out.
 
     Example:
         >>> model = GPT(vocab_size=64, num_layers=1, num_heads=2, model_dim=16, hidden_dim=32, num_experts=4)
@@ -152,6 +172,7 @@ class GPT(pl.LightningModule):
         weight_decay: float = 0.1,
         warmup_steps: int = 20,
         decay_steps: int | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         if model_dim % num_heads or (model_dim // num_heads) % 2:
@@ -162,6 +183,7 @@ class GPT(pl.LightningModule):
         self.save_hyperparameters()
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps, self.decay_steps = warmup_steps, decay_steps
+        self.sequence_parallel = sequence_parallel
         self.embedding = nn.Embedding(vocab_size, model_dim)
         self.blocks = nn.ModuleList()
         for layer in range(num_layers):
@@ -177,6 +199,7 @@ class GPT(pl.LightningModule):
                     num_shared_experts=num_shared_experts,
                     balance_loss_weight=balance_loss_weight,
                     z_loss_weight=z_loss_weight,
+                    sequence_parallel=sequence_parallel,
                 )
             else:
                 feed_forward = FeedForward(model_dim, hidden_dim)
@@ -189,15 +212,31 @@ class GPT(pl.LightningModule):
     @property
     def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
         """Which dense layers are cut over the ranks of a tensor-parallel group, by module name."""
+        cut = Shard(1) if self.sequence_parallel else Replicate()  # how tokens lie between the cut layers
         plan: dict[str, ParallelStyle] = {}
         for index, block in enumerate(self.blocks):
+            prefix = f"blocks.{index}"
             for name in ("query", "key", "value"):
-                plan[f"blocks.{index}.attention.{name}"] = ColwiseParallel()
-            plan[f"blocks.{index}.attention.output"] = RowwiseParallel()
-            if isinstance(block.feed_forward, FeedForward):
+                plan[f"{prefix}.attention.{name}"] = ColwiseParallel()
+            plan[f"{prefix}.attention.output"] = RowwiseParallel(output_layouts=cut)
+            dense = isinstance(block.feed_forward, FeedForward)
+            if dense:
                 for name in ("gate", "up"):
-                    plan[f"blocks.{index}.feed_forward.{name}"] = ColwiseParallel()
-                plan[f"blocks.{index}.feed_forward.down"] = RowwiseParallel()
+                    plan[f"{prefix}.feed_forward.{name}"] = ColwiseParallel()
+                plan[f"{prefix}.feed_forward.down"] = RowwiseParallel(output_layouts=cut)
+            if self.sequence_parallel:
+                whole = Replicate()
+                plan[f"{prefix}.attention_norm"] = SequenceParallel()
+                plan[f"{prefix}.attention"] = PrepareModuleInput(
+                    input_layouts=(cut, None, None), desired_input_layouts=(whole, None, None)
+                )
+                plan[f"{prefix}.feed_forward_norm"] = SequenceParallel(use_local_output=not dense)
+                if dense:
+                    plan[f"{prefix}.feed_forward"] = PrepareModuleInput(input_layouts=cut, desired_input_layouts=whole)
+        if self.sequence_parallel:
+            plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=cut)
+            plan["norm"] = SequenceParallel()
+            plan["head"] = ColwiseParallel(input_layouts=cut, output_layouts=Replicate())
         return plan
 
     def forward(
@@ -205,6 +244,12 @@ class GPT(pl.LightningModule):
     ) -> Tensor:
         """Next-token logits ``(B, L, vocab_size)`` of ``input_ids`` ``(B, L)``."""
         length = input_ids.shape[-1]
+        peers = tensor_parallel_mesh(self.norm.weight)  # distributed where the sequence is cut
+        if peers is not None and length % peers.size():
+            raise ValueError(
+                f"A sequence of {length} tokens cannot be shared out over tensor_parallel_size={peers.size()}: with "
+                "sequence_parallel=True the length must be a multiple of it. Pad the batch, or set it to False."
+            )
         mask = None
         if document_ids is not None:
             same_document = document_ids.unsqueeze(-1) == document_ids.unsqueeze(-2)
