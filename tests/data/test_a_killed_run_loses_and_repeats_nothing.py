@@ -33,6 +33,7 @@ def train(folder: str, journal: str, size: int, batch_size: int, num_workers: in
             file.flush()
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # on a machine of two cores
 @pytest.mark.parametrize("workers", [(0, 1, 2), (2, 3, 0), (3, 2, 1)])
 def test_the_union_of_what_was_consumed_is_exact(tmp_path, workers):
     write_arrow(tmp_path / "data" / "0.arrow", numbered_documents(random_lengths(0, 100, 40)), delimiter=0)
