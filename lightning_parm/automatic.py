@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
+from lightning_parm.cache import cache_folder
 from lightning_parm.moe import MoE, Topology
 from lightning_parm.moe.calibrate import calibrate
 from lightning_parm.moe.choice import Choice, choose
@@ -21,11 +20,6 @@ from lightning_parm.moe.prediction import Candidate
 from lightning_parm.placement import moe_layers
 
 log = logging.getLogger("lightning.pytorch")
-
-
-def cache_folder() -> Path:
-    """Where measured constants are kept between runs: ``$XDG_CACHE_HOME/lightning_parm``, or under ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_parm"
 
 
 class AutomaticSchedule:

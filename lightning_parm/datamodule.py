@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from lightning_parm.cache import cache_folder as default_folder
 from lightning_parm.data.batches import BatchMaker
 from lightning_parm.data.evaluation import EvaluationLoader
 from lightning_parm.data.loader import TokenLoader
@@ -52,7 +53,8 @@ class TokenDataModule(pl.LightningDataModule):
         bad_files: ``"raise"`` or ``"skip"`` files that cannot be read.
         format: name of a format, or ``"package.module.Class"`` of one of yours; ``None`` detects it.
         dtype: integer type of raw files, which cannot say it themselves.
-        cache_folder: where indices, fetched and decoded parts are kept; ``None`` is ``~/.cache/lightning_parm``.
+        cache_folder: where indices, fetched and decoded parts are kept; ``None`` is
+            ``$XDG_CACHE_HOME/lightning_parm`` or ``~/.cache/lightning_parm``.
         cache_bytes: limit of the fetched and decoded parts.
     """
 
@@ -101,7 +103,7 @@ class TokenDataModule(pl.LightningDataModule):
             "bad_files": bad_files,
             "format": format,
             "dtype": dtype,
-            "cache_folder": cache_folder,
+            "cache_folder": cache_folder or str(default_folder()),
             "cache_bytes": cache_bytes,
         }
         self._stream: dict[str, Any] = {

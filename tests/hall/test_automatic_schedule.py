@@ -10,7 +10,8 @@ from hall.models import small_gpt
 from hall.trainers import OrderedTokens, make_trainer
 
 from lightning_parm import ParmStrategy
-from lightning_parm.automatic import AutomaticSchedule, cache_folder
+from lightning_parm.automatic import AutomaticSchedule
+from lightning_parm.cache import cache_folder
 from lightning_parm.moe.layer import MoE
 
 MP2_EP2 = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_shard_size": 2}

@@ -213,6 +213,12 @@ def test_a_checkpoint_of_other_data_stops_the_run(tmp_path, folder):
         trainer(tmp_path, max_steps=4).fit(Recorder(), other, ckpt_path=tmp_path / "step=2.ckpt")
 
 
+def test_the_index_is_kept_where_the_environment_says(tmp_path, folder, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    TokenDataModule(str(folder / "web"), 16, 4).prepare_data()
+    assert len(list((tmp_path / "lightning_parm" / "_index").iterdir())) == 1
+
+
 class Images(ElasticDataModule):
     """An existing data module after the two lines."""
 

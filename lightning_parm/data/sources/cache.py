@@ -15,6 +15,11 @@ DEFAULT_LIMIT_BYTES = 16 << 30
 T = TypeVar("T")
 
 
+def default_folder() -> Path:
+    """Return where indices and parts are kept when nobody says otherwise."""
+    return Path.home() / ".cache" / "lightning_parm"
+
+
 class DiskCache:
     """Files by key; the least recently used go when the limit is passed.
 

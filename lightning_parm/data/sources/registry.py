@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_parm.data.sources.arrow import ArrowFormat
-from lightning_parm.data.sources.cache import DEFAULT_LIMIT_BYTES, DiskCache
+from lightning_parm.data.sources.cache import DEFAULT_LIMIT_BYTES, DiskCache, default_folder
 from lightning_parm.data.sources.chunks import LitdataFormat, MdsFormat
 from lightning_parm.data.sources.files import find_files, find_sources
 from lightning_parm.data.sources.flat import LlmcFormat, NpyFormat, RawFormat
@@ -64,7 +64,7 @@ def open_sources(
     named = find_sources(sources, formats) if isinstance(sources, str) else dict(sources)
     if not named:
         raise ValueError("sources is empty: give a path, or a dictionary from names to paths.")
-    root = Path.home() / ".cache" / "lightning_parm" if cache_folder is None else Path(cache_folder)
+    root = default_folder() if cache_folder is None else Path(cache_folder)
     cache = DiskCache(root / "_parts", cache_bytes)  # an underscore, because the root may lie among the data
     opened = []
     for name, path in named.items():
