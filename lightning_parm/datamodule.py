@@ -56,6 +56,8 @@ class TokenDataModule(pl.LightningDataModule):
         cache_folder: where indices, fetched and decoded parts are kept; ``None`` is
             ``$XDG_CACHE_HOME/lightning_parm`` or ``~/.cache/lightning_parm``.
         cache_bytes: limit of the fetched and decoded parts.
+        bos: token put before every document that does not begin with it.
+        min_document_length: documents of fewer tokens, delimiter and ``bos`` not counted, are left out.
     """
 
     def __init__(
@@ -83,6 +85,8 @@ class TokenDataModule(pl.LightningDataModule):
         dtype: str | None = None,
         cache_folder: str | None = None,
         cache_bytes: int = DEFAULT_LIMIT_BYTES,
+        bos: int | None = None,
+        min_document_length: int = 1,
     ) -> None:
         super().__init__()
         self.sources = sources
@@ -105,6 +109,8 @@ class TokenDataModule(pl.LightningDataModule):
             "dtype": dtype,
             "cache_folder": cache_folder or str(default_folder()),
             "cache_bytes": cache_bytes,
+            "bos": bos,
+            "min_document_length": min_document_length,
         }
         self._stream: dict[str, Any] = {
             "weights": weights,

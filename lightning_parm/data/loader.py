@@ -57,6 +57,8 @@ class TokenLoader(IterableDataset[Batch]):
         dtype: integer type of raw files, which cannot say it themselves.
         cache_folder: where indices, fetched and decoded parts are kept; ``None`` is ``~/.cache/lightning_parm``.
         cache_bytes: limit of the fetched and decoded parts.
+        bos: token put before every document that does not begin with it.
+        min_document_length: documents of fewer tokens, delimiter and ``bos`` not counted, are left out.
 
     Yields:
         ``input_ids`` (B, L) int64, ``labels`` (B, L) int64 (the next tokens) and ``sample_index`` (B,) int64.
@@ -91,6 +93,8 @@ class TokenLoader(IterableDataset[Batch]):
         dtype: str | None = None,
         cache_folder: str | None = None,
         cache_bytes: int = DEFAULT_LIMIT_BYTES,
+        bos: int | None = None,
+        min_document_length: int = 1,
     ) -> None:
         super().__init__()
         _check_positive(sequence_length=sequence_length, batch_size=batch_size, num_logical_shards=num_logical_shards)
@@ -103,8 +107,9 @@ class TokenLoader(IterableDataset[Batch]):
         self.size = size
         self.num_workers = num_workers
         self.sources: list[Source] = open_sources(
-            sources, delimiter, bad_files, format, dtype, cache_folder, cache_bytes
+            sources, delimiter, bad_files, format, dtype, cache_folder, cache_bytes, bos, min_document_length
         )
+        self._documents: dict[str, Any] = {"bos": bos, "min_document_length": min_document_length}
         self._order_arguments: dict[str, Any] = {
             "sequence_length": sequence_length,
             "num_logical_shards": num_logical_shards,
@@ -224,7 +229,7 @@ class TokenLoader(IterableDataset[Batch]):
             "version": VERSION,
             "samples": samples,
             "epoch_start": self._epoch_start,
-            "order": dict(self._order_arguments),
+            "order": {**self._order_arguments, **self._documents},
             "sources": {name: fingerprints.get(name) for name in self._names},
             "mix": self._packed,
             "configured": self._configured_digest,
@@ -239,7 +244,7 @@ class TokenLoader(IterableDataset[Batch]):
         Raises:
             ValueError: the state belongs to other data or another order; the message says what differs.
         """
-        check_order(state, self._order_arguments)
+        check_order(state, {**self._order_arguments, **self._documents})
         check_sources(state["sources"], self.sources)
         samples, own = int(state["samples"]), [source.name for source in self.sources]
         old = state["sources"]

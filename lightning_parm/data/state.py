@@ -11,7 +11,7 @@ from lightning_parm.data.schedule import Knots
 from lightning_parm.data.sources.format import Tokens
 from lightning_parm.data.sources.source import Source
 
-VERSION = 1
+VERSION = 2
 _ADVICE = {
     "sequence_length": "The same tokens would be cut into other samples",
     "num_logical_shards": "The samples would come in another order",
@@ -19,6 +19,8 @@ _ADVICE = {
     "samples": "The samples would be other ones",
     "at_exhaustion": "The samples would come in another order",
     "shuffle": "The samples would come in another order",
+    "bos": "The samples would hold other tokens",
+    "min_document_length": "Other documents would be left out",
 }
 
 
@@ -60,6 +62,9 @@ def check_sources(was: dict[str, list[Any] | None], sources: Sequence[Source]) -
 def _difference(old: list[Any], new: list[Any]) -> str:
     if new[0] != old[0]:
         return f"has {new[0]} files where the checkpoint's had {old[0]}"
+    if new[5] != old[5]:
+        was, now = ("no delimiter" if end < 0 else f"the delimiter {end}" for end in (old[5], new[5]))
+        return f"has {now} where the checkpoint's had {was}"
     if new[3] != old[3]:
         return f"has other file names than the checkpoint's, or in another order ({new[0]} files)"
     return (

@@ -42,6 +42,8 @@ def open_sources(
     dtype: str | None = None,
     cache_folder: str | None = None,
     cache_bytes: int = DEFAULT_LIMIT_BYTES,
+    bos: int | None = None,
+    min_document_length: int = 1,
     progress: Progress | None = None,
 ) -> list[Source]:
     """Find and index every source.
@@ -55,11 +57,20 @@ def open_sources(
         dtype: integer type of raw files, which cannot say it themselves.
         cache_folder: where indices, fetched and decoded parts are kept; ``None`` is ``~/.cache/lightning_parm``.
         cache_bytes: limit of the fetched and decoded parts.
+        bos: token put before every document that does not begin with it.
+        min_document_length: documents of fewer tokens, delimiter and ``bos`` not counted, are left out.
         progress: called with the source's name, files looked at, and files in all.
 
     Raises:
         ValueError: there are no sources, one has no readable file, or the format is unknown.
     """
+    if min_document_length < 1:
+        raise ValueError(
+            f"min_document_length={min_document_length} must be at least 1: empty documents are no samples."
+        )
+    for what, token in (("delimiter", delimiter), ("bos", bos)):
+        if token is not None and token < 0:
+            raise ValueError(f"{what}={token} is no token: ids count from 0, and None means none.")
     formats = _choose(format, dtype)
     named = find_sources(sources, formats) if isinstance(sources, str) else dict(sources)
     if not named:
@@ -70,7 +81,7 @@ def open_sources(
     for name, path in named.items():
         place, found = find_files(path, name, formats, cache)
         index = find_index(name, place, found, delimiter, bad_files, root / "_index", progress)
-        opened.append(Source(name, place, found, index, delimiter, cache))
+        opened.append(Source(name, place, found, index, delimiter, cache, bos, min_document_length))
     if isinstance(sources, str) and "://" not in sources:
         _compare_counts(Path(sources), opened)
     return opened
@@ -102,7 +113,7 @@ def _compare_counts(folder: Path, sources: list[Source]) -> None:
         with table.open(newline="") as file:
             rows = {row.get("dataset/filename", ""): row for row in csv.DictReader(file)}
         for source in sources:
-            files, documents = source.index.part_file, np.diff(source.part_first)
+            files, documents = source.index.part_file, np.diff(source.index.part_first)
             counts = np.bincount(files, weights=documents, minlength=len(source.index.names)).astype(int)
             for name, count in zip(source.index.names, counts.tolist(), strict=True):
                 said = rows.get(f"{source.name}/{name}", rows.get(f"/{source.name}/{name}", {})).get("documents")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from lightning_parm.data.pieces import Pieces
@@ -19,42 +22,65 @@ from lightning_parm.data.sources.format import Format, Int64, Tokens, map_tokens
 from lightning_parm.data.sources.index import SourceIndex
 from lightning_parm.data.sources.places import LocalPlace, Place, RemotePlace
 
+log = logging.getLogger(__name__)
+
 _FETCHES_AT_ONCE = 16
 
 
 class Source:
-    """The documents of a source as the loader sees them: without empty ones, each closed by the delimiter.
+    """The documents of a source as the loader sees them: without empty and short ones, each with what goes around it.
 
-    A document that ends with the delimiter already is not given a second one.
+    A document that ends with the delimiter already is not given a second one, nor one that begins with ``bos``.
 
     Attributes:
         name: the source's name in the mix.
         delimiter: the token after each document, or ``None``.
-        kept: (D,) tokens of each document without its delimiter.
-        ends: (D + 1,) running sum of the delimited lengths.
+        bos: the token before each document, or ``None``.
+        kept: (D,) tokens of each document without delimiter and ``bos``.
+        num_short: documents left out because they are shorter than ``min_document_length``, empty ones not counted.
+        ends: (D + 1,) running sum of the delimited lengths: tokens kept, delimiter and ``bos``.
         part_first: (P + 1,) first document of each part of a file.
         dtype: the smallest integer type that holds the tokens of all files.
         index: where everything lies, and which files were skipped.
     """
 
     def __init__(
-        self, name: str, place: Place, format_: Format, index: SourceIndex, delimiter: int | None, cache: DiskCache
+        self,
+        name: str,
+        place: Place,
+        format_: Format,
+        index: SourceIndex,
+        delimiter: int | None,
+        cache: DiskCache,
+        bos: int | None = None,
+        min_document_length: int = 1,
     ) -> None:
         self.name = name
         self.place = place
         self.format = format_
         self.index = index = _select(index, place)
         self.delimiter = index.delimiter if delimiter is None else delimiter
-        closed = index.last == self.delimiter if self.delimiter is not None else np.zeros(len(index.last), dtype=bool)
-        lengths = index.lengths - closed
-        chosen = lengths > 0
+        self.bos = bos
+        closed, opened = _is(self.delimiter, index.last), _is(bos, index.first)
+        lengths = index.lengths - closed - opened
+        chosen = lengths >= min_document_length
         self.kept: Int64 = lengths[chosen]
-        self.ends: Int64 = np.concatenate([[0], np.cumsum(self.kept + (self.delimiter is not None))]).astype(np.int64)
+        self.num_short = int(np.count_nonzero(lengths > 0)) - len(self.kept)
+        if self.num_short:
+            log.info(
+                "Source %r: left out %d of %d documents, which have fewer than min_document_length=%d tokens",
+                name,
+                self.num_short,
+                len(index.lengths),
+                min_document_length,
+            )
+        around = (self.delimiter is not None) + (bos is not None)
+        self.ends: Int64 = np.concatenate([[0], np.cumsum(self.kept + around)]).astype(np.int64)
         self.part_first: Int64 = np.concatenate([[0], np.cumsum(chosen)])[index.part_first].astype(np.int64)
         self.dtype: np.dtype[Any] = np.result_type(*(index.dtypes or ("uint16",)))
-        if self.delimiter is not None and self.delimiter > np.iinfo(self.dtype).max:
+        if max(self.delimiter or 0, bos or 0) > np.iinfo(self.dtype).max:
             self.dtype = np.dtype(np.int64)
-        self._positions: Int64 = index.positions[chosen]
+        self._positions: Int64 = (index.positions + opened)[chosen]
         self._cache = cache
         self._tokens: dict[int, Tokens] = {}
         self._start = np.zeros(len(index.part_file), dtype=np.int64)
@@ -69,40 +95,44 @@ class Source:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens with their delimiters."""
+        """Tokens with what is put between documents."""
         return int(self.ends[-1])
 
     @property
     def num_documents(self) -> int:
-        """Documents with at least one token."""
+        """Documents that are long enough."""
         return len(self.kept)
 
     @cached_property
     def fingerprint(self) -> tuple[int | str, ...]:
-        """Files, documents, tokens, and digests of the file names and of the document lengths, in order.
+        """Files, documents, tokens, digests of the file names and of the document lengths, in order, and the delimiter.
 
-        The folder is left out: data may be moved.
+        The folder is left out: data may be moved. A delimiter of -1 is none.
         """
-        names = hashlib.blake2b("\n".join(self.index.names).encode(), digest_size=4).hexdigest()
-        shape = hashlib.blake2b(self.ends.tobytes() + self.part_first.tobytes(), digest_size=4).hexdigest()
-        return len(self.index.names), self.num_documents, self.num_tokens, names, shape
+        names = _digest("\n".join(self.index.names).encode())
+        shape = _digest(self.ends.tobytes() + self.part_first.tobytes())
+        delimiter = -1 if self.delimiter is None else self.delimiter
+        return len(self.index.names), self.num_documents, self.num_tokens, names, shape, delimiter
 
     def fill(self, pieces: Pieces, rows: Int64, out: Tokens) -> None:
         """Copy pieces of documents into ``out`` (N, L + 1); ``rows`` says which row each asked window is."""
         width, flat = out.shape[1], out.reshape(-1)
         place = rows[pieces.row] * width + pieces.column
-        stop = pieces.start + pieces.size
-        kept = self.kept[pieces.document]
+        start, size, kept = pieces.start, pieces.size, self.kept[pieces.document]
+        if self.bos is not None:
+            opens = start == 0
+            flat[place[opens]] = self.bos
+            place, start, size = place + opens, start - 1 + opens, size - opens
         parts = np.searchsorted(self.part_first, pieces.document, side="right") - 1
-        begin = self._positions[pieces.document] + pieces.start - self._start[parts]
-        counts = np.minimum(stop, kept) - pieces.start
+        begin = self._positions[pieces.document] + start - self._start[parts]
+        counts = np.minimum(start + size, kept) - start
         tokens = self._open(np.unique(parts))
         for part, first, count, target in zip(
             parts.tolist(), begin.tolist(), counts.tolist(), place.tolist(), strict=True
         ):
             flat[target : target + count] = tokens[part][first : first + count]
         if self.delimiter is not None:
-            flat[(place + pieces.size - 1)[stop > kept]] = self.delimiter
+            flat[(place + size - 1)[start + size > kept]] = self.delimiter
 
     def part_tokens(self, part: int) -> Tokens:
         """Return the tokens of all documents of one part of a file, as they lie there."""
@@ -151,6 +181,15 @@ class Source:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tokens": {}}
+
+
+def _is(token: int | None, tokens: Int64) -> npt.NDArray[np.bool_]:
+    return np.zeros(len(tokens), dtype=bool) if token is None else tokens == token
+
+
+def _digest(content: bytes) -> str:
+    """Return 32 bits in 5 characters."""
+    return base64.b85encode(hashlib.blake2b(content, digest_size=4).digest()).decode()
 
 
 def _mean_part_bytes(source: Source) -> float:
