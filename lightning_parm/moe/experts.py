@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -124,35 +124,71 @@ class Experts(nn.Module):
             shards = self.topology.expert_shard_size  # their sum has one bias; each sees the bias's whole gradient
             b_in = prepare(self.b_in).to(rows.dtype).flatten(1)
             b_out = scale_gradient(prepare(self.b_out).to(rows.dtype) / shards, shards)
-        w_in = w_in.flatten(1, 2)
-        apply = _grouped if _has_kernel(rows, w_in) else _one_by_one
-        return apply(rows, w_in, w_out, b_in, b_out, per_expert, self.activation)
+        weights = _Weights(w_in.flatten(1, 2), w_out, b_in, b_out)
+        apply = _grouped if _has_kernel(rows, weights.w_in) else _one_by_one
+        return apply(rows, weights, per_expert, self.activation)
 
 
 def _as_it_is(weight: Tensor) -> Tensor:
     return weight
 
 
-def _swiglu(hidden: Tensor) -> Tensor:
+class _Activation(NamedTuple):
+    """A function and its backward, both into tensors that are there already, so that experts can share them.
+
+    Attributes:
+        forward: ``(hidden, out)``.
+        backward: ``(gradient, hidden, out, activated)``; what :attr:`forward` gave is computed again into
+            ``activated``, where that is wanted, so that nothing but ``hidden`` is ever kept.
+    """
+
+    forward: Callable[[Tensor, Tensor], object]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor | None], object]
+
+
+def _swiglu(hidden: Tensor, out: Tensor) -> None:
     gate, up = hidden.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    torch.ops.aten.silu(gate, out=out)
+    out *= up
 
 
-def _swiglu_backward(gradient: Tensor, hidden: Tensor) -> Tensor:
-    """Into one buffer, with ``silu(gate)`` recomputed, so that only ``hidden`` was kept."""
+def _swiglu_backward(gradient: Tensor, hidden: Tensor, out: Tensor, activated: Tensor | None) -> None:
     gate, up = hidden.chunk(2, -1)
-    result = torch.empty_like(hidden)
-    of_gate, of_up = result.chunk(2, -1)
-    torch.mul(F.silu(gate), gradient, out=of_up)
-    torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
-    return result
+    of_gate, of_up = out.chunk(2, -1)
+    torch.ops.aten.silu(gate, out=of_up)
+    if activated is not None:
+        torch.mul(of_up, up, out=activated)
+    of_up *= gradient
+    torch.mul(gradient, up, out=of_gate)
+    torch.ops.aten.silu_backward(of_gate, gate, grad_input=of_gate)
 
 
-#: Each with its backward, ``(gradient, input) -> gradient of the input``.
-_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "swiglu": (_swiglu, _swiglu_backward),
-    "gelu": (F.gelu, torch.ops.aten.gelu_backward),
-    "relu_squared": (lambda hidden: F.relu(hidden).square_(), lambda gradient, hidden: gradient * F.relu(hidden) * 2),
+def _gelu(hidden: Tensor, out: Tensor) -> None:
+    torch.ops.aten.gelu(hidden, out=out)
+
+
+def _gelu_backward(gradient: Tensor, hidden: Tensor, out: Tensor, activated: Tensor | None) -> None:
+    if activated is not None:
+        _gelu(hidden, activated)
+    torch.ops.aten.gelu_backward(gradient, hidden, grad_input=out)
+
+
+def _relu_squared(hidden: Tensor, out: Tensor) -> None:
+    torch.clamp_min(hidden, 0, out=out).square_()
+
+
+def _relu_squared_backward(gradient: Tensor, hidden: Tensor, out: Tensor, activated: Tensor | None) -> None:
+    torch.clamp_min(hidden, 0, out=out)
+    if activated is not None:
+        torch.mul(out, out, out=activated)
+    out *= gradient
+    out *= 2
+
+
+_ACTIVATIONS = {
+    "swiglu": _Activation(_swiglu, _swiglu_backward),
+    "gelu": _Activation(_gelu, _gelu_backward),
+    "relu_squared": _Activation(_relu_squared, _relu_squared_backward),
 }
 
 
@@ -160,45 +196,44 @@ class _Activate(torch.autograd.Function):
     """Forward an activation; backward its own, keeping only the input."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, activation: str) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, width: int, activation: str) -> Tensor:
         ctx.save_for_backward(hidden)
-        ctx.activation = activation
-        return _ACTIVATIONS[activation][0](hidden)
+        ctx.activation = _ACTIVATIONS[activation]
+        out = hidden.new_empty(len(hidden), width)
+        ctx.activation.forward(hidden, out)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _ACTIVATIONS[ctx.activation][1](gradient.contiguous(), *ctx.saved_tensors), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (hidden,) = ctx.saved_tensors
+        of_hidden = torch.empty_like(hidden)
+        ctx.activation.backward(gradient, hidden, of_hidden, None)
+        return of_hidden, None, None
 
 
-def _grouped(
-    rows: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    per_expert: Sequence[int],
-    activation: str,
-) -> Tensor:
+class _Weights(NamedTuple):
+    """What is applied to the rows, in their type: ``(E, G*H, M)``, ``(E, M, H)``, ``(E, G*H)`` and ``(E, M)``."""
+
+    w_in: Tensor
+    w_out: Tensor
+    b_in: Tensor | None
+    b_out: Tensor | None
+
+
+def _grouped(rows: Tensor, weights: _Weights, per_expert: Sequence[int], activation: str) -> Tensor:
     """All experts at once, in two grouped kernels."""
+    w_in, w_out, b_in, b_out = weights
     hidden: Tensor = _GroupedKernel.apply(rows, w_in, per_expert)  # type: ignore[no-untyped-call]
     if b_in is not None:
         hidden = hidden + _per_row(b_in, per_expert)
-    hidden = _Activate.apply(hidden, activation)  # type: ignore[no-untyped-call]
+    hidden = _Activate.apply(hidden, w_out.shape[2], activation)  # type: ignore[no-untyped-call]
     out: Tensor = _GroupedKernel.apply(hidden, w_out, per_expert)  # type: ignore[no-untyped-call]
     return out if b_out is None else out + _per_row(b_out, per_expert)
 
 
-def _one_by_one(
-    rows: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    per_expert: Sequence[int],
-    activation: str,
-) -> Tensor:
+def _one_by_one(rows: Tensor, weights: _Weights, per_expert: Sequence[int], activation: str) -> Tensor:
     """One expert after the other, so that what lies between its two products stays small and near."""
-    out: Tensor = _OneByOne.apply(rows, w_in, w_out, b_in, b_out, per_expert, activation)  # type: ignore[no-untyped-call]
+    out: Tensor = _OneByOne.apply(rows, per_expert, activation, *weights)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -239,50 +274,46 @@ class _GroupedKernel(torch.autograd.Function):
 class _OneByOne(torch.autograd.Function):
     """Forward ``act(rows w_in^T + b_in) w_out^T + b_out`` by expert; backward all gradients, each written once.
 
-    An expert without rows has zero gradients.
+    An expert without rows has zero gradients. What all experts need for a moment is allocated once: the system hands
+    out memory in zeroed pages, which takes longer than an activation.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        w_in: Tensor,
-        w_out: Tensor,
-        b_in: Tensor | None,
-        b_out: Tensor | None,
-        per_expert: Sequence[int],
-        activation: str,
-    ) -> Tensor:
-        ctx.segments, ctx.activation = _segments(per_expert), activation
+    def forward(ctx: Any, rows: Tensor, per_expert: Sequence[int], activation: str, *weights: Tensor | None) -> Tensor:
+        w_in, w_out, b_in, b_out = _Weights(*weights)  # type: ignore[arg-type]
+        ctx.segments, ctx.activation = _segments(per_expert), _ACTIVATIONS[activation]
         out = torch.empty_like(rows)
-        hidden = []
-        for expert, (first, last) in enumerate(ctx.segments):
-            inner = rows.new_empty(last - first, w_in.shape[1])
+        hidden = [rows.new_empty(count, w_in.shape[1]) for count in per_expert]
+        scratch = rows.new_empty(max(per_expert), w_out.shape[2])
+        for expert, ((first, last), inner) in enumerate(zip(ctx.segments, hidden, strict=True)):
+            activated = scratch[: last - first]
             torch.mm(rows[first:last], w_in[expert].t(), out=inner)
             if b_in is not None:
                 inner += b_in[expert]
-            torch.mm(_ACTIVATIONS[activation][0](inner), w_out[expert].t(), out=out[first:last])
+            ctx.activation.forward(inner, activated)
+            torch.mm(activated, w_out[expert].t(), out=out[first:last])
             if b_out is not None:
                 out[first:last] += b_out[expert]
-            hidden.append(inner)
         ctx.save_for_backward(rows, w_in, w_out, *hidden)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, w_in, w_out, *hidden = ctx.saved_tensors
-        of_rows, of_w_in, of_w_out = (
-            torch.empty_like(tensor) if needed else None
-            for tensor, needed in zip((rows, w_in, w_out), ctx.needs_input_grad, strict=False)
+        needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
+        shapes = (rows.shape, w_in.shape, w_out.shape, w_in.shape[:2], w_out.shape[:2])
+        of_rows, of_w_in, of_w_out, of_b_in, of_b_out = (
+            rows.new_empty(shape) if need else None for shape, need in zip(shapes, needed, strict=True)
         )
-        of_b_in = rows.new_empty(w_in.shape[:2]) if ctx.needs_input_grad[3] else None
-        of_b_out = rows.new_empty(w_out.shape[:2]) if ctx.needs_input_grad[4] else None
-        forward, backward = _ACTIVATIONS[ctx.activation]
+        longest = max(last - first for first, last in ctx.segments)
+        scratch = [rows.new_empty(longest, width) for width in (w_out.shape[2], w_out.shape[2], w_in.shape[1])]
         for expert, ((first, last), inner) in enumerate(zip(ctx.segments, hidden, strict=True)):
             own = gradient[first:last]
+            activated, of_activated, of_inner = (each[: last - first] for each in scratch)
+            torch.mm(own, w_out[expert], out=of_activated)
+            ctx.activation.backward(of_activated, inner, of_inner, activated)
             if of_w_out is not None:
-                torch.mm(own.t(), forward(inner), out=of_w_out[expert])
-            of_inner = backward(torch.mm(own, w_out[expert]), inner)
+                torch.mm(own.t(), activated, out=of_w_out[expert])
             if of_w_in is not None:
                 torch.mm(of_inner.t(), rows[first:last], out=of_w_in[expert])
             if of_rows is not None:
@@ -291,7 +322,7 @@ class _OneByOne(torch.autograd.Function):
                 torch.sum(of_inner, 0, out=of_b_in[expert])
             if of_b_out is not None:
                 torch.sum(own, 0, out=of_b_out[expert])
-        return of_rows, of_w_in, of_w_out, of_b_in, of_b_out, None, None
+        return of_rows, None, None, of_w_in, of_w_out, of_b_in, of_b_out
 
 
 def _segments(per_expert: Sequence[int]) -> list[tuple[int, int]]:

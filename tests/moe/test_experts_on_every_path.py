@@ -14,7 +14,15 @@ from moe.reference import batch, full_layer
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parm.moe.experts import Experts, _Activate, _grouped, _GroupedKernel, _has_kernel, _one_by_one
+from lightning_parm.moe.experts import (
+    Experts,
+    _Activate,
+    _grouped,
+    _GroupedKernel,
+    _has_kernel,
+    _one_by_one,
+    _Weights,
+)
 from lightning_parm.moe.layer import MoE
 from lightning_parm.moe.topology import Topology
 
@@ -86,10 +94,11 @@ def test_gradients_of_the_experts_are_numerically_right(activation: str) -> None
     w_in, w_out, b_in, b_out = (p.clone().requires_grad_() for p in parameters)
     rows = factors(torch.float64)[0]
     assert gradcheck(
-        lambda *inputs: _one_by_one(*inputs, COUNTS, activation), (rows, w_in, w_out, b_in.flatten(1), b_out)
+        lambda rows, *weights: _one_by_one(rows, _Weights(*weights), COUNTS, activation),
+        (rows, w_in, w_out, b_in.flatten(1), b_out),
     )
     hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(lambda hidden: _Activate.apply(hidden, activation), (hidden,))
+    assert gradcheck(lambda hidden: _Activate.apply(hidden, 2 if activation == "swiglu" else 4, activation), (hidden,))
 
 
 def test_frozen_experts_pass_gradients_on_to_their_input() -> None:
@@ -104,9 +113,9 @@ def test_frozen_experts_pass_gradients_on_to_their_input() -> None:
 def test_the_gpu_uses_the_kernel_and_agrees_with_one_expert_after_the_other() -> None:
     experts = experts_of("swiglu", True, torch.bfloat16).cuda()
     rows = factors(torch.bfloat16)[0].detach().cuda()
-    w_in, b_in = experts.w_in.flatten(1, 2), experts.b_in.flatten(1)
-    apart = _one_by_one(rows, w_in, experts.w_out, b_in, experts.b_out, COUNTS, "swiglu")
-    assert _has_kernel(rows, w_in)
+    weights = _Weights(experts.w_in.flatten(1, 2), experts.w_out, experts.b_in.flatten(1), experts.b_out)
+    apart = _one_by_one(rows, weights, COUNTS, "swiglu")
+    assert _has_kernel(rows, weights.w_in)
     torch.testing.assert_close(experts(rows, COUNTS), apart)
 
 
