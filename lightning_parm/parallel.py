@@ -15,6 +15,7 @@ from lightning_parm.automatic import AutomaticSchedule
 from lightning_parm.gradients import GradientReducer, clip_by_global_norm, global_norm
 from lightning_parm.moe import Topology
 from lightning_parm.placement import ParameterPlacement, make_replicas_equal, moe_layers, place_parameters
+from lightning_parm.sharding import give_back, shard, synchronise
 from lightning_parm.state import by_position, full_tensors, load_optimizer_state, optimizer_state
 from lightning_parm.tensor_parallel import cut_dense_layers
 
@@ -29,6 +30,8 @@ class ParallelModel:
         schedule: Of every MoE layer.
         transport: Of every MoE layer.
         chunks: Of every MoE layer.
+        data_parallel: ``"replicate"``, or ``"shard"`` for parameters, gradients and optimizer state in parts over the
+            ranks that hold replicas otherwise; see :mod:`lightning_parm.sharding`.
     """
 
     def __init__(
@@ -39,11 +42,13 @@ class ParallelModel:
         schedule: Any = "auto",
         transport: Any = "auto",
         chunks: Any = "auto",
+        data_parallel: str = "replicate",
     ) -> None:
-        self.module = module
+        self._module = module
         self.topology = topology
         self.device = device
         self._fixed = (schedule, transport, chunks)
+        self._data_parallel = data_parallel
         self._reducer: GradientReducer | None = None
         self._automatic: AutomaticSchedule | None = None
         for _, layer in moe_layers(module):
@@ -58,6 +63,12 @@ class ParallelModel:
             cut_dense_layers(module, self._dense_mesh["tensor_parallel"])
         self.placements = place_parameters(module, topology, device.type)
 
+    @property
+    def module(self) -> nn.Module:
+        """The model, with this rank's part of every parameter."""
+        give_back(self._module)
+        return self._module
+
     def placed(self, optimizer: Optimizer | None = None) -> list[tuple[nn.Parameter, ParameterPlacement]]:
         """Every parameter with its placement, in the order of the module; of ``optimizer`` only, if one is given."""
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else None
@@ -68,8 +79,14 @@ class ParallelModel:
         ]
 
     def make_replicas_equal(self) -> None:
-        """Give every replica the values of the first rank that holds them, once the module is on its device."""
+        """Give every replica the values of the first rank that holds them, once the module is on its device.
+
+        Replicas that are to be sharded are, from then on.
+        """
         make_replicas_equal(self.module, self.placements, self.topology)
+        if self._data_parallel == "shard" and self._dense_mesh is not None:
+            shard(self.module, self.topology, self._dense_mesh, self.topology.sparse_mesh(self.device.type))
+            self.placements = place_parameters(self.module, self.topology, self.device.type)
 
     # ---------------------------------------------------------------- training
 
@@ -89,6 +106,7 @@ class ParallelModel:
     def averaging(self, active: bool = True) -> Generator[None, None, None]:
         """Run backward within it; gradients are averaged over ranks when it ends."""
         reducer = self._reducer if active else None
+        synchronise(self._module, active)
         if reducer is not None:
             reducer.start()
         yield

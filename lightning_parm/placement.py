@@ -5,9 +5,10 @@ parameter              same values on             gradient averaged over      in
 =====================  =========================  ==========================  =====================================
 replicated             all ranks                  data_parallel               one full tensor
 expert shard of a MoE  expert_data_parallel       expert_data_parallel        DTensor on the sparse mesh
+the same, sharded      nobody                     nobody: FSDP did it         DTensor on the sparse mesh
 tensor-parallel        data_parallel              data_parallel               DTensor on the dense mesh, as it is
-sharded by the user    whatever its mesh leaves   nobody: its mesh did it     DTensor, as it is
-over data_parallel
+sharded over           whatever its mesh leaves   nobody: FSDP did it         DTensor, as it is
+data_parallel
 =====================  =========================  ==========================  =====================================
 """
 
@@ -36,7 +37,7 @@ class ParameterPlacement:
         num_copies: Ranks of the world that hold the same values.
         gradient_scale: Factor for each fresh gradient, so that averaging over ``reduce_axis`` is all that is left. An
             expert's gradient is a sum over the tokens of its fused group, hence N_EDP / N_DP.
-        mesh: Mesh of the DTensor that stands for an expert shard at the checkpoint's door; None for others.
+        mesh: Mesh of the DTensor that stands for a part of an expert at the checkpoint's door; None for others.
         placements: Placements on ``mesh``.
     """
 
@@ -48,31 +49,38 @@ class ParameterPlacement:
 
     def as_dtensor(self, local: Tensor) -> Tensor:
         """The DTensor whose shard on this rank is ``local``; other parameters are returned as they are."""
-        if self.mesh is None or isinstance(local, DTensor):
+        if self.mesh is None or (isinstance(local, DTensor) and local.device_mesh == self.mesh):
             return local
-        return DTensor.from_local(local, self.mesh, self.placements, run_check=False)
+        return DTensor.from_local(_local(local), self.mesh, self.placements, run_check=False)
 
     def as_local(self, value: Tensor, like: Tensor) -> Tensor:
         """Cut ``value``, full or a DTensor, to what this rank holds of ``like``; no communication."""
-        if isinstance(like, DTensor):
-            if isinstance(value, DTensor):
+        if self.mesh is not None:
+            if value.shape == like.shape and isinstance(value, DTensor) == isinstance(like, DTensor):
                 return value
+            if not isinstance(value, DTensor):
+                value = distribute_tensor(value.to(like.device), self.mesh, self.placements, src_data_rank=None)
+            local = value.to_local()
+            if isinstance(like, DTensor):
+                return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
+            return local
+        if isinstance(like, DTensor) and not isinstance(value, DTensor):
             return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-        if isinstance(value, DTensor):
-            return value.to_local()
-        if self.mesh is None or value.shape == like.shape:
-            return value
-        return distribute_tensor(value.to(like.device), self.mesh, self.placements, src_data_rank=None).to_local()
+        return value if isinstance(like, DTensor) else _local(value)
 
-    def full_shape(self, local: Tensor) -> torch.Size:
-        """Shape of the whole parameter of which ``local`` is this rank's part."""
-        if self.mesh is None or isinstance(local, DTensor):
-            return local.shape
-        shape = list(local.shape)
+    def full_shape(self, part: Tensor) -> torch.Size:
+        """Shape of the whole parameter of which ``part`` is what this rank holds."""
+        if self.mesh is None:
+            return part.shape
+        shape = list(_local(part).shape)
         for dim, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
                 shape[placement.dim] *= self.mesh.size(dim)
         return torch.Size(shape)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def moe_layers(module: nn.Module) -> Iterator[tuple[str, MoE]]:
@@ -101,15 +109,17 @@ def place_parameters(module: nn.Module, topology: Topology, device_type: str) ->
         if layer.topology.world_size == 1:
             continue
         for name, dims in layer.expert_placements().items():
-            replicas = topology.expert_data_parallel_size
-            placements: list[Placement] = [Replicate()]
+            parameter = layer.get_parameter(name)
+            sharded = isinstance(parameter, DTensor)
+            replicas = 1 if sharded else topology.expert_data_parallel_size
+            placements: list[Placement] = [parameter.placements[0] if isinstance(parameter, DTensor) else Replicate()]
             for dim, size in zip(dims, (topology.expert_parallel_size, topology.expert_shard_size), strict=True):
                 placements.append(Replicate() if dim is None else Shard(dim))
                 replicas *= size if dim is None else 1
             experts[f"{prefix}.{name}" if prefix else name] = ParameterPlacement(
-                reduce_axis="expert_data_parallel",
+                reduce_axis=None if sharded else "expert_data_parallel",
                 num_copies=replicas,
-                gradient_scale=topology.expert_data_parallel_size / topology.data_parallel_size,
+                gradient_scale=1.0 if sharded else topology.expert_data_parallel_size / topology.data_parallel_size,
                 mesh=topology.sparse_mesh(device_type),
                 placements=tuple(placements),
             )
@@ -140,7 +150,7 @@ def make_replicas_equal(module: nn.Module, placements: dict[str, ParameterPlacem
     for name, parameter in module.named_parameters():
         placement = placements[name]
         if placement.reduce_axis is not None:
-            shard = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+            shard = _local(parameter).detach()
             by_axis[placement.reduce_axis].append(shard)
             if placement.num_copies == topology.world_size:
                 by_axis["tensor_parallel"].append(shard)

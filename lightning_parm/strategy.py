@@ -50,6 +50,8 @@ class ParmStrategy(DDPStrategy):
         bucket_size_bytes: Gradients are averaged in buckets of this size while backward runs.
         calibrate: Whether what is ``"auto"`` is chosen by a cost model with constants measured on the running groups,
             in a few seconds after the first batch and kept for later runs. If not, layers run ``s1``, ``fused``.
+        data_parallel: Whether data-parallel ranks hold replicas, or each a part of the parameters, gradients and
+            optimizer state: of dense layers over N_DP ranks, of experts over N_EDP.
 
     Raises:
         ValueError: If the sizes do not multiply to the number of ranks; in the Trainer's constructor, before any
@@ -80,6 +82,7 @@ class ParmStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         bucket_size_bytes: int = 25 * 2**20,
         calibrate: bool = True,
+        data_parallel: Literal["replicate", "shard"] = "replicate",
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self.tensor_parallel_size = tensor_parallel_size
@@ -89,6 +92,7 @@ class ParmStrategy(DDPStrategy):
         self.transport = transport
         self.chunks = chunks
         self.calibrate = calibrate
+        self.data_parallel = data_parallel
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._bucket_size_bytes = bucket_size_bytes
         self._topology: Topology | None = None
@@ -168,7 +172,13 @@ class ParmStrategy(DDPStrategy):
         if self._parallel is None:
             assert self.lightning_module is not None
             self._parallel = ParallelModel(
-                self.lightning_module, self.topology, self.root_device, self.schedule, self.transport, self.chunks
+                self.lightning_module,
+                self.topology,
+                self.root_device,
+                self.schedule,
+                self.transport,
+                self.chunks,
+                self.data_parallel,
             )
         return self._parallel
 
