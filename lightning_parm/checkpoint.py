@@ -15,11 +15,10 @@ moment ``meta.pt`` names a complete set: a crash leaves the previous checkpoint 
 from __future__ import annotations
 
 import os
-import shutil
-import uuid
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
@@ -28,81 +27,66 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-META = "meta.pt"
+from lightning_parm.folder import Folder
+from lightning_parm.sharded_save import FORMAT, META, ShardedSave, failures_of_ranks
+from lightning_parm.state import by_position
 
 
 def save_sharded(
-    checkpoint: dict[str, Any], path: str | Path, broadcast: Callable[[tuple[str, str]], tuple[str, str]]
+    checkpoint: dict[str, Any],
+    path: str | Path,
+    broadcast: Callable[[Any], Any],
+    storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a Lightning checkpoint as a directory; every rank calls this.
-
-    Args:
-        checkpoint: Lightning's checkpoint, with names for positions in ``optimizer_states``. Tensors of the module and
-            of the optimizers are written by the ranks that hold them, everything else by rank 0.
-        path: The directory; an earlier checkpoint there stays whole until the new one is.
-        broadcast: Sends rank 0's object to all ranks.
-    """
-    tensors: dict[str, Tensor] = {}
-    meta = {**checkpoint, "state_dict": _take_tensors(checkpoint["state_dict"], "model.", tensors)}
-    if "optimizer_states" in checkpoint:
-        meta["optimizer_states"] = [
-            {
-                **saved,
-                "state": {
-                    name: _take_tensors(entries, f"optimizer.{index}.{name}.", tensors)
-                    for name, entries in saved["state"].items()
-                },
-            }
-            for index, saved in enumerate(checkpoint["optimizer_states"])
-        ]
-    # one path for all ranks: a file name made of a metric may differ between them
-    target, shards = broadcast((str(path), f"shards-{uuid.uuid4().hex[:16]}"))
-    folder = Path(target)
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    replaced = folder.with_name(f"{folder.stem}-replaced")
-    if first:
-        if folder.is_file():
-            folder.rename(replaced)
-        folder.mkdir(parents=True, exist_ok=True)
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder / shards), no_dist=not dist.is_initialized())
-    if first:
-        partial = folder / f"{META}.partial"
-        with open(partial, "wb") as file:
-            torch.save({**meta, "shards": shards}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, folder / META)
-        for old in folder.glob("shards-*"):
-            if old.name != shards:
-                shutil.rmtree(old)
-        replaced.unlink(missing_ok=True)
+    """Write a Lightning checkpoint as a directory; every rank calls this. See :class:`ShardedSave`."""
+    ShardedSave(checkpoint, path, broadcast, storage_options).write()
 
 
-def _take_tensors(entries: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Move the tensors of ``entries`` to ``tensors``; what is left (step counts, extra states) is small."""
-    left = {}
-    for key, value in entries.items():
-        if isinstance(value, Tensor) and value.dim() > 0:
-            tensors[prefix + key] = value
-        else:
-            left[key] = value
-    return left
+def remove_sharded(path: str | Path) -> None:
+    """Remove a directory, ``meta.pt`` first: a crash leaves one that is refused, not one that lacks shards."""
+    folder = Folder(path)
+    if not folder.is_link():
+        folder.remove(META)
+    folder.remove()
+
+
+def is_sharded(path: str | Path) -> bool:
+    """Whether ``path`` is a directory rather than a file."""
+    return Folder(path).is_folder()
 
 
 def load_meta(path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
     """What a sharded checkpoint holds beside its tensors.
 
     Raises:
-        RuntimeError: If the save that made the directory never finished.
+        RuntimeError: If the save that made the directory never finished, if ``meta.pt`` cannot be read, or if a later
+            version wrote it.
     """
-    meta = Path(path) / META
-    if not meta.is_file():
+    folder = Folder(path)
+    if not folder.exists(META):
         raise RuntimeError(
             f"The checkpoint {str(path)!r} is incomplete: it has no {META!r}, so the save that began it never "
-            "finished. Resume from an earlier checkpoint and delete this directory."
+            f"finished. {_advice_beside(folder)} and delete this directory."
         )
-    loaded: dict[str, Any] = torch.load(meta, map_location="cpu", weights_only=weights_only is not False)
+    try:
+        with folder.open(META) as file:
+            loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
+    except Exception as error:
+        raise RuntimeError(f"{folder / META!r} cannot be read ({type(error).__name__}): {error}") from error
+    if loaded.get("shards_format", FORMAT) > FORMAT:
+        raise RuntimeError(
+            f"The checkpoint {str(path)!r} has format {loaded['shards_format']} and this version of lightning-parm "
+            f"reads formats up to {FORMAT}. Upgrade lightning-parm, or let the version that wrote it make one file of "
+            "it: lightning-parm consolidate DIR FILE."
+        )
     return loaded
+
+
+def _advice_beside(folder: Folder) -> str:
+    whole = [(other.modified(META), other) for other in folder.beside() if other.exists(META)]
+    if not whole:
+        return "Resume from an earlier checkpoint"
+    return f"Resume from {str(max(whole, key=lambda pair: pair[0])[1])!r}, the latest whole one beside it,"
 
 
 def load_sharded(path: str | Path, like: dict[str, Tensor], weights_only: bool | None = None) -> dict[str, Any]:
@@ -114,8 +98,9 @@ def load_sharded(path: str | Path, like: dict[str, Tensor], weights_only: bool |
         weights_only: As in :func:`torch.load`.
     """
     checkpoint = load_meta(path, weights_only)
-    checkpoint["shards"] = str(Path(path) / checkpoint["shards"])
-    checkpoint["state_dict"].update(_load_tensors(checkpoint["shards"], "model.", like.get))
+    folder = Folder(path)
+    checkpoint["state_dict"].update(_load_tensors(folder, checkpoint["shards"], "model.", like.get))
+    checkpoint["shards"] = folder / checkpoint["shards"]
     return checkpoint
 
 
@@ -123,8 +108,9 @@ def load_optimizer_tensors(checkpoint: Mapping[str, Any], index: int, like: dict
     """The state of optimizer ``index`` of what :func:`load_sharded` returned, with its tensors, cut as ``like``."""
     saved = checkpoint["optimizer_states"][index]
     state = {name: dict(entries) for name, entries in saved["state"].items()}
+    path, shards = checkpoint["shards"].rsplit("/", 1)
     tensors = _load_tensors(
-        checkpoint["shards"], f"optimizer.{index}.", lambda name_and_key: like.get(name_and_key.rsplit(".", 1)[0])
+        Folder(path), shards, f"optimizer.{index}.", lambda name_and_key: like.get(name_and_key.rsplit(".", 1)[0])
     )
     for name_and_key, value in tensors.items():
         name, key = name_and_key.rsplit(".", 1)
@@ -132,9 +118,9 @@ def load_optimizer_tensors(checkpoint: Mapping[str, Any], index: int, like: dict
     return {**saved, "state": state}
 
 
-def _load_tensors(shards: str, prefix: str, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
+def _load_tensors(folder: Folder, shards: str, prefix: str, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
     """Read the tensors whose names start with ``prefix``, which is removed in the result."""
-    reader = dcp.FileSystemReader(shards)
+    reader = folder.reader(shards)
     targets: dict[str, Any] = {}
     for name, stored in reader.read_metadata().state_dict_metadata.items():
         if not name.startswith(prefix):
@@ -146,5 +132,105 @@ def _load_tensors(shards: str, prefix: str, like: Callable[[str], Tensor | None]
             targets[name] = torch.empty_like(wanted, dtype=dtype)
         else:
             targets[name] = torch.empty(stored.size, dtype=dtype)
-    dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
+    with failures_of_ranks(f"The checkpoint {str(folder)!r} cannot be read"):
+        dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
     return {name[len(prefix) :]: value for name, value in targets.items()}
+
+
+def consolidate(
+    path: str,
+    file: str,
+    weights_only: bool = True,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Make one file of a sharded checkpoint.
+
+    The file opens with ``LightningModule.load_from_checkpoint`` and resumes under any strategy, with optimizer states
+    by position as torch writes them. One process does it without GPUs or a process group, tensor by tensor: what is
+    large waits in temporary files beside ``file``, which need as much free disk as the result.
+
+    Args:
+        path: The directory, local or a URL that fsspec knows.
+        file: Where the file goes, on a local disk.
+        weights_only: Refuse a checkpoint that holds more than tensors and plain Python, as :func:`torch.load` does.
+        on_progress: Called with a stage, bytes done and bytes in all.
+
+    Returns:
+        ``file``, ``bytes`` of its tensors, their number, and the ``global_step`` it was taken at.
+
+    Raises:
+        ValueError: If ``path`` is not a whole sharded checkpoint, or if ``file`` exists or lies inside ``path``.
+        RuntimeError: If a file of the checkpoint is damaged.
+    """
+    folder, target = Folder(path), Path(file).absolute()
+    if not folder.is_folder():
+        what = "is one file already" if folder.exists() else "does not exist"
+        raise ValueError(f"{path!r} {what}: give the directory that a sharded checkpoint was saved to.")
+    if target.exists():
+        raise ValueError(f"{file!r} exists: give another name, or remove it first.")
+    if Path(str(folder)).absolute() in target.parents:
+        raise ValueError(f"{file!r} lies inside the checkpoint {path!r}: give a name outside it.")
+    try:
+        meta = load_meta(path, weights_only)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    reader = folder.reader(meta.pop("shards"))
+    meta.pop("shards_format", None)
+    stored = reader.read_metadata().state_dict_metadata
+    total, done = sum(_nbytes(entry) for entry in stored.values()), 0
+    target.parent.mkdir(parents=True, exist_ok=True)
+    optimizers = meta.get("optimizer_states", [])
+    for name, entry in stored.items():
+        tensor = _room_for(entry, target.parent)
+        with failures_of_ranks(f"The checkpoint {path!r} cannot be read"):
+            dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
+        kind, _, rest = name.partition(".")
+        if kind == "model":
+            meta["state_dict"][rest] = tensor
+        else:
+            index, _, parameter_and_key = rest.partition(".")
+            parameter, _, key = parameter_and_key.rpartition(".")
+            optimizers[int(index)]["state"].setdefault(parameter, {})[key] = tensor
+        done += _nbytes(entry)
+        if on_progress is not None:
+            on_progress("reading", done, total)
+    if optimizers:
+        meta["optimizer_states"] = [by_position(saved, keep=True) for saved in optimizers]
+    partial = target.with_name(f"{target.name}.partial")
+    with open(partial, "wb") as output:
+        torch.save(meta, cast(BinaryIO, _Watched(output, total, on_progress)))
+        output.flush()
+        os.fsync(output.fileno())
+    os.replace(partial, target)
+    return {"file": file, "bytes": total, "tensors": len(stored), "global_step": meta.get("global_step", 0)}
+
+
+def _nbytes(entry: Any) -> int:
+    assert isinstance(entry, TensorStorageMetadata)
+    return entry.size.numel() * entry.properties.dtype.itemsize
+
+
+def _room_for(entry: Any, folder: Path) -> Tensor:
+    """An empty tensor, in a file without a name if it is large, so that the memory it takes can be written out."""
+    nbytes = _nbytes(entry)
+    if nbytes < 2**16:  # a process may map some ten thousands of files
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:  # the mapping outlives the name
+        mapped = torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)
+    return mapped.view(entry.properties.dtype).view(entry.size)
+
+
+class _Watched:
+    """A file that tells how much was written to it."""
+
+    def __init__(self, file: BinaryIO, total: int, on_progress: Callable[[str, int, int], None] | None) -> None:
+        self._file, self._total, self._on_progress, self._done = file, total, on_progress, 0
+
+    def write(self, content: Any) -> int:
+        self._done += len(content)
+        if self._on_progress is not None:
+            self._on_progress("writing", min(self._done, self._total), self._total)
+        return self._file.write(content)
+
+    def flush(self) -> None:
+        self._file.flush()

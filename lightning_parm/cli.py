@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ _TRAINER = {
 _FUNCTIONS = {
     "tokenize": ("turn text into Arrow files of tokens", "lightning_parm.data.tokenize", "tokenize"),
     "inspect": ("say what is in a folder of tokens", "lightning_parm.data.inspect", "inspect"),
+    "consolidate": ("make one file of a sharded checkpoint", "lightning_parm.checkpoint", "consolidate"),
     "plan": ("predict times and the best parallel sizes of a cluster", "lightning_parm.plan", "plan"),
     "bench layer": ("time a mixture's layer on one device", "lightning_parm.bench.layer", "layer"),
     "bench loader": ("time the loader beside its peers", "lightning_parm.bench.loader", "loader"),
@@ -135,7 +137,7 @@ def _run_function(command: str, arguments: list[str]) -> None:
     values = parser.parse_args([_underscored(argument) for argument in arguments]).as_dict()
     as_json = values.pop("json")
     try:
-        if command == "tokenize":
+        if "on_progress" in inspect.signature(function).parameters:
             with _progress() as on_progress:
                 result = function(**values, on_progress=on_progress)
         else:

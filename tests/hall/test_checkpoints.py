@@ -1,84 +1,19 @@
 """A checkpoint written at any topology continues at any other, and a crash while saving loses nothing."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from data.corpora import write_arrow
 from distributed import run_ranks
+from hall.continued import TOPOLOGIES, corpus, data, run
 from hall.models import small_gpt
 from hall.trainers import make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_parm import ParmStrategy, TokenDataModule
+from lightning_parm import ParmStrategy
 from lightning_parm.checkpoint import META
 from lightning_parm.models import GPT
-
-GLOBAL_BATCH = 8
-Sizes = dict[str, Any] | None
-TOPOLOGIES: dict[str, tuple[int, Sizes]] = {
-    "one process": (1, None),
-    "parm on one": (1, {}),
-    "dp4": (4, {"expert_parallel_size": 1}),
-    "dp2 mp2": (4, {"tensor_parallel_size": 2, "expert_parallel_size": 1, "expert_shard_size": 1}),
-    "ep4": (4, {"expert_parallel_size": 4}),
-    "ep2 esp2": (4, {"expert_parallel_size": 2, "expert_shard_size": 2}),
-    "mp2 ep2 esp2": (4, {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_shard_size": 2}),
-    "ep2 edp2": (4, {"expert_parallel_size": 2, "expert_shard_size": 1}),
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two hundred documents of random tokens; the ranks are forked, so they see the folder's name."""
-    global CORPUS
-    random = np.random.default_rng(3)
-    documents = [random.integers(0, 32, length).astype(np.uint16) for length in random.integers(1, 40, 200)]
-    CORPUS = str(write_arrow(tmp_path_factory.mktemp("corpus") / "tokens.arrow", documents))
-    return CORPUS
-
-
-CORPUS = ""
-
-
-def data(replicas: int) -> TokenDataModule:
-    return TokenDataModule(CORPUS, sequence_length=8, batch_size=GLOBAL_BATCH // replicas, num_logical_shards=8)
-
-
-def train(
-    rank: int, world_size: int, sizes: Sizes, steps: int, save_to: str | None, resume_from: str | None, **more: Any
-) -> list[float]:
-    strategy = "auto" if sizes is None else ParmStrategy(**sizes, **more)
-    trainer = make_trainer(rank, world_size, strategy, max_steps=steps, max_epochs=-1, gradient_clip_val=0.5)
-    model = small_gpt(torch.float64)
-    replicas = world_size // (sizes or {}).get("tensor_parallel_size", 1)
-    trainer.fit(model, data(replicas), ckpt_path=resume_from)
-    if save_to is not None:
-        trainer.save_checkpoint(save_to)
-    return model.losses
-
-
-def run(
-    name: str,
-    steps: int,
-    save_to: str | None = None,
-    resume_from: str | None = None,
-    killed_at: str | None = None,
-    **more: Any,
-) -> list[float]:
-    world_size, sizes = TOPOLOGIES[name]
-
-    def rank_main(rank: int, world_size: int) -> list[float]:
-        if killed_at is not None:  # in this forked rank only
-            mock.patch(killed_at, side_effect=lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)).start()
-        return train(rank, world_size, sizes, steps, save_to, resume_from, **more)
-
-    return run_ranks(world_size, rank_main)[0]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +38,7 @@ def test_training_continues_at_any_topology(saved: tuple[str, str], loaded_at: s
 @pytest.mark.parametrize("saved_at", ["dp4", "mp2 ep2 esp2"])
 def test_one_file_opens_without_the_strategy(saved_at: str, tmp_path: Path, uninterrupted: list[float]) -> None:
     path = tmp_path / "whole.ckpt"
-    run(saved_at, 3, save_to=str(path), save_distributed_checkpoint=False)
+    run(saved_at, 3, save_to=str(path), strategy={"save_distributed_checkpoint": False})
     assert path.is_file()
     model = GPT.load_from_checkpoint(path)
     rows = model.blocks[0].feed_forward.state_dict()
@@ -116,6 +51,7 @@ def test_one_file_opens_without_the_strategy(saved_at: str, tmp_path: Path, unin
 
 def test_a_ddp_checkpoint_continues_under_parm(tmp_path: Path, uninterrupted: list[float]) -> None:
     path = str(tmp_path / "ddp.ckpt")
+    corpus()
 
     def under_ddp(rank: int, world_size: int) -> list[float]:
         trainer = make_trainer(rank, world_size, "ddp", max_steps=3, max_epochs=-1, gradient_clip_val=0.5)
@@ -142,7 +78,7 @@ CRASHES = {  # where a rank is killed while it saves step 4 over step 3, and whi
     "before the shards": ("torch.distributed.checkpoint.save", 3),
     "while writing shards": ("torch.distributed.checkpoint.FileSystemWriter.write_data", 3),
     "before the shards' metadata": ("torch.distributed.checkpoint.FileSystemWriter.finish", 3),
-    "before meta.pt": ("torch.save", 3),
+    "before meta.pt": ("lightning_parm.folder.Folder.write", 3),
     "before meta.pt is in place": ("os.replace", 3),
     "before the old shards are removed": ("shutil.rmtree", 4),
 }
