@@ -99,9 +99,27 @@ def load_sharded(path: str | Path, like: dict[str, Tensor], weights_only: bool |
     """
     checkpoint = load_meta(path, weights_only)
     folder = Folder(path)
-    checkpoint["state_dict"].update(_load_tensors(folder, checkpoint["shards"], "model.", like.get))
+    own = _names_of(like)
+    tensors = _load_tensors(
+        folder, checkpoint["shards"], "model.", lambda name: like.get(own.get(_uncompiled(name), name))
+    )
+    checkpoint["state_dict"] = with_names_of(like, {**checkpoint["state_dict"], **tensors})
     checkpoint["shards"] = folder / checkpoint["shards"]
     return checkpoint
+
+
+def with_names_of(like: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with the names that ``like`` has for the same parameters: ``torch.compile`` adds ``_orig_mod.``."""
+    own = _names_of(like)
+    return {own.get(_uncompiled(name), name): value for name, value in state.items()}
+
+
+def _names_of(like: Mapping[str, Any]) -> dict[str, str]:
+    return {_uncompiled(name): name for name in like}
+
+
+def _uncompiled(name: str) -> str:
+    return name.replace("_orig_mod.", "")
 
 
 def load_optimizer_tensors(checkpoint: Mapping[str, Any], index: int, like: dict[str, Tensor]) -> dict[str, Any]:
@@ -109,13 +127,22 @@ def load_optimizer_tensors(checkpoint: Mapping[str, Any], index: int, like: dict
     saved = checkpoint["optimizer_states"][index]
     state = {name: dict(entries) for name, entries in saved["state"].items()}
     path, shards = checkpoint["shards"].rsplit("/", 1)
+    own = _names_of(like)
+
+    def own_name(name: str) -> str:
+        return own.get(_uncompiled(name), name)
+
     tensors = _load_tensors(
-        Folder(path), shards, f"optimizer.{index}.", lambda name_and_key: like.get(name_and_key.rsplit(".", 1)[0])
+        Folder(path),
+        shards,
+        f"optimizer.{index}.",
+        lambda name_and_key: like.get(own_name(name_and_key.rsplit(".", 1)[0])),
     )
     for name_and_key, value in tensors.items():
         name, key = name_and_key.rsplit(".", 1)
         state[name][key] = value
-    return {**saved, "state": state}
+    groups = [{**group, "params": [own_name(name) for name in group["params"]]} for group in saved["param_groups"]]
+    return {**saved, "state": with_names_of(like, state), "param_groups": groups}
 
 
 def _load_tensors(folder: Folder, shards: str, prefix: str, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:

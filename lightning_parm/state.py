@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -65,6 +66,13 @@ def load_optimizer_state(
         RuntimeError: If the saved groups hold another number of parameters than the optimizer's.
     """
     names = optimizer_names(optimizer, module)
+    known = {name for group in saved["param_groups"] for name in group["params"] if isinstance(name, str)}
+    unknown = [name for members in names for name in members if known and name not in known]
+    if unknown:
+        rank_zero_warn(
+            f"The checkpoint has no optimizer state for {len(unknown)} of {sum(map(len, names))} parameters, which "
+            f"start with a fresh one: {', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}. Were they renamed?"
+        )
     sizes, saved_sizes = [len(g) for g in names], [len(g["params"]) for g in saved["param_groups"]]
     if sizes != saved_sizes:
         raise RuntimeError(

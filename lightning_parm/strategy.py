@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -10,25 +10,22 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
-from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_parm import checkpoint as sharded
+from lightning_parm.checkpointing import CheckpointingStrategy
 from lightning_parm.launcher import WholeWeightsLauncher
 from lightning_parm.moe import Topology
 from lightning_parm.parallel import ParallelModel
 from lightning_parm.placement import moe_layers
 
 
-class ParmStrategy(DDPStrategy):
+class ParmStrategy(CheckpointingStrategy):
     """Trains MoE models under Parm's communication schedules; a dense model trains as under ``ddp``.
 
     Every :class:`~lightning_parm.MoE` layer of the LightningModule is found and cut over the ranks; dense layers are
@@ -52,6 +49,7 @@ class ParmStrategy(DDPStrategy):
             in a few seconds after the first batch and kept for later runs. If not, layers run ``s1``, ``fused``.
         data_parallel: Whether data-parallel ranks hold replicas, or each a part of the parameters, gradients and
             optimizer state: of dense layers over N_DP ranks, of experts over N_EDP.
+        async_checkpoint: Write directories on a thread, so that training waits only while they are copied to the CPU.
 
     Raises:
         ValueError: If the sizes do not multiply to the number of ranks; in the Trainer's constructor, before any
@@ -83,6 +81,7 @@ class ParmStrategy(DDPStrategy):
         bucket_size_bytes: int = 25 * 2**20,
         calibrate: bool = True,
         data_parallel: Literal["replicate", "shard"] = "replicate",
+        async_checkpoint: bool = False,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self.tensor_parallel_size = tensor_parallel_size
@@ -94,6 +93,7 @@ class ParmStrategy(DDPStrategy):
         self.calibrate = calibrate
         self.data_parallel = data_parallel
         self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._async_checkpoint = async_checkpoint
         self._bucket_size_bytes = bucket_size_bytes
         self._topology: Topology | None = None
         self._parallel: ParallelModel | None = None
@@ -268,59 +268,3 @@ class ParmStrategy(DDPStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if clip_val > 0:
             self.parallel_model.clip_gradients(clip_val, optimizer)
-
-    # ---------------------------------------------------------------- checkpoints
-
-    @property
-    def _sharded(self) -> bool:
-        return self._save_distributed_checkpoint and self._topology is not None and self._topology.world_size > 1
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state: DTensors for a sharded checkpoint, else whole tensors on rank 0."""
-        return self.parallel_model.state_dict() if self._sharded else self.whole_state_dict()
-
-    def whole_state_dict(self) -> dict[str, Any]:
-        """The module's state with whole tensors on rank 0 and nothing on the others; every rank must call it."""
-        return self.parallel_model.whole_state_dict(keep=self.is_global_zero)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole or sharded tensors, keeping this rank's part."""
-        self.parallel_model.load_state_dict(checkpoint["state_dict"], strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state by parameter name, or as any strategy writes it when one file is written."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        if self._sharded:
-            return self.parallel_model.optimizer_state(optimizer)
-        return self.parallel_model.whole_optimizer_state(optimizer, keep=self.is_global_zero)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole or sharded states, keeping this rank's part."""
-        like = self.parallel_model.parameters_as_dtensors()
-        for index, (optimizer, saved) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
-            if "shards" in checkpoint:
-                saved = sharded.load_optimizer_tensors(checkpoint, index, like)
-            self.parallel_model.load_optimizer_state(optimizer, saved)
-            _optimizer_to_device(optimizer, self.root_device)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Write a directory with every rank's part, or one file from rank 0."""
-        if self._sharded:
-            sharded.save_sharded(checkpoint, filepath, self.broadcast, storage_options)
-        else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file or a directory, whichever topology wrote it."""
-        like = self.parallel_model.state_dict()
-        if not sharded.is_sharded(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        return sharded.load_sharded(checkpoint_path, like, weights_only)
-
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        """Remove a directory or a file."""
-        if self.is_global_zero and sharded.is_sharded(filepath):
-            sharded.remove_sharded(filepath)
-        else:
-            super().remove_checkpoint(filepath)

@@ -1,0 +1,82 @@
+"""Checkpoints written on a thread while training goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parm.sharded_save import ShardedSave
+
+
+class BackgroundSaves:
+    """Writes one checkpoint after another on a thread of every rank, which agree in a group of their own.
+
+    Training waits while its tensors are copied to the CPU, and for the save before the last if that is not written
+    yet: at most two are on their way. The copies' memory is kept and filled again. Every rank makes one of these and
+    calls its methods in the same order, :meth:`remove` excepted.
+
+    Args:
+        timeout: How long a rank waits for the others.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._saves: deque[tuple[Future[None], dict[str, Tensor]]] = deque()
+        self._removals: list[Future[None]] = []
+        self._spare: list[dict[str, Tensor]] = []
+        self._last_failed = False
+
+    def save(self, save: ShardedSave) -> None:
+        """Copy what ``save`` holds and write it later.
+
+        Raises:
+            RuntimeError: If an earlier save failed.
+        """
+        self._leave(1)
+        buffers = self._spare.pop() if self._spare else {}
+        save.copy_to_cpu(buffers)
+        self._saves.append((self._thread.submit(self._write, save), buffers))
+
+    def _write(self, save: ShardedSave) -> None:
+        self._last_failed = True
+        save.write(self._group)
+        self._last_failed = False
+
+    def remove(self, remove: Callable[[], None]) -> None:
+        """Call ``remove`` when the saves on their way are whole, and never if the last of them is not."""
+        self._removals.append(self._thread.submit(lambda: None if self._last_failed else remove()))
+
+    def wait(self) -> None:
+        """Return when all is written.
+
+        Raises:
+            RuntimeError: If a save failed.
+        """
+        self._leave(0)
+        while self._removals:
+            self._removals.pop(0).result()
+
+    def _leave(self, on_their_way: int) -> None:
+        while self._saves and (len(self._saves) > on_their_way or self._saves[0][0].done()):
+            save, buffers = self._saves.popleft()
+            save.result()
+            self._spare.append(buffers)
+
+    def close(self) -> None:
+        """Wait, and give back the thread and the group.
+
+        Raises:
+            RuntimeError: If a save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            if dist.is_initialized():
+                dist.destroy_process_group(self._group)
