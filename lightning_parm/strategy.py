@@ -164,6 +164,13 @@ class ParmStrategy(CheckpointingStrategy):
                 return tensor
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks have decided so, or any of them; tensor-parallel peers are asked too."""
+        vote = torch.tensor(int(decision), device=self.root_device)
+        if dist.is_initialized():
+            dist.all_reduce(vote, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(vote)
+
     # ---------------------------------------------------------------- the model
 
     @property
