@@ -242,3 +242,49 @@ def clip_by_global_norm(
             grad = _local(parameter.grad)
             grad.mul_(factor.to(grad.dtype))
     return norm
+
+
+def clip_by_value(parameters: Iterable[tuple[nn.Parameter, ParameterPlacement]], limit: float) -> None:
+    """Clamp every element of every gradient to ``[-limit, limit]``; torch's own cannot take DTensors beside tensors."""
+    for parameter, _ in parameters:
+        if parameter.grad is not None:
+            _local(parameter.grad).clamp_(-limit, limit)
+
+
+class AgreedGradScaler(torch.amp.GradScaler):
+    """A gradient scaler that finds an overflow anywhere, so that all ranks skip a step and shrink their scales alike.
+
+    torch's own for sharded models cannot take DTensors and tensors together; this one looks at what each rank holds.
+
+    Args:
+        like: The scaler whose settings and scale it goes on with.
+        device_type: Of the gradients.
+
+    Example:
+        >>> AgreedGradScaler(torch.amp.GradScaler("cpu", init_scale=4.0), "cpu").get_scale()
+        4.0
+    """
+
+    def __init__(self, like: torch.amp.GradScaler, device_type: str) -> None:
+        super().__init__(device_type, enabled=like.is_enabled())
+        self.load_state_dict(like.state_dict())
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    grad = _local(parameter.grad)
+                    by_dtype.setdefault(grad.dtype, []).append(grad._values() if grad.is_sparse else grad)
+        if torch.float16 in by_dtype and not allow_fp16:
+            raise ValueError(
+                "The gradients to unscale are float16, too narrow to hold them unscaled: keep the parameters in "
+                "float32 (precision='16-mixed', not '16-true')."
+            )
+        for grads in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        if dist.is_initialized():
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+        return {found_inf.device: found_inf}

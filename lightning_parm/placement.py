@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
 
 from lightning_parm.moe import MoE, Topology
 from lightning_parm.moe.topology import Axis
@@ -137,6 +138,23 @@ def place_parameters(module: nn.Module, topology: Topology, device_type: str) ->
         else:
             placed[name] = ParameterPlacement(reduce_axis="data_parallel", num_copies=world_size)
     return placed
+
+
+def check_groups(optimizer: Optimizer) -> None:
+    """Fused and foreach kernels take the parameters of a group together, which must then lie on the same ranks.
+
+    Raises:
+        ValueError: If such a group mixes whole parameters and shards, or shards over different ranks.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
+        kernels = [name for name in ("fused", "foreach") if group.get(name)]
+        if kernels and len(meshes) > 1:
+            raise ValueError(
+                f"{kernels[0]}=True in group {index} of {type(optimizer).__name__}, whose parameters are spread over "
+                f"the ranks in {len(meshes)} ways: torch's kernel cannot take them together. Leave {kernels[0]} out, "
+                "or give the parameters of each way (of each device_mesh, those without one too) a group of their own."
+            )
 
 
 def make_replicas_equal(module: nn.Module, placements: dict[str, ParameterPlacement], topology: Topology) -> None:

@@ -15,7 +15,8 @@ unit, gathered while a step runs. Both kinds of parameters of a block travel bes
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -78,6 +79,8 @@ def shard(module: nn.Module, topology: Topology, dense_mesh: DeviceMesh, sparse_
     if isinstance(module, LightningModule):
         for step in STEPS:
             register_fsdp_forward_method(module, step)
+            if step != "training_step":
+                setattr(module, step, _then_give_back(module, getattr(module, step)))
         # torch fears for the hook on what self(...) returns; that on what the step returns, its loss, is enough
         warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(module).__name__}\) returned a view")
 
@@ -93,6 +96,18 @@ def give_back(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
+
+
+def _then_give_back(module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
+    """No backward follows an evaluation, which would free what ``module`` itself has gathered."""
+
+    @wraps(step)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        output = step(*args, **kwargs)
+        give_back(module)
+        return output
+
+    return evaluate
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -19,10 +19,12 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_parm.checkpointing import CheckpointingStrategy
+from lightning_parm.companions import averaged_copies, count_duplicates_once
+from lightning_parm.gradients import AgreedGradScaler, clip_by_value
 from lightning_parm.launcher import WholeWeightsLauncher
 from lightning_parm.moe import Topology
 from lightning_parm.parallel import ParallelModel
-from lightning_parm.placement import moe_layers
+from lightning_parm.placement import check_groups, moe_layers
 
 
 class ParmStrategy(CheckpointingStrategy):
@@ -97,6 +99,7 @@ class ParmStrategy(CheckpointingStrategy):
         self._bucket_size_bytes = bucket_size_bytes
         self._topology: Topology | None = None
         self._parallel: ParallelModel | None = None
+        self._averages: list[ParallelModel] = []
         self._reduce_gradients = True
 
     # ---------------------------------------------------------------- sizes and processes
@@ -177,15 +180,21 @@ class ParmStrategy(CheckpointingStrategy):
     def parallel_model(self) -> ParallelModel:
         """The module cut over the ranks; the first call of a run cuts it."""
         if self._parallel is None:
-            assert self.lightning_module is not None
-            self._parallel = ParallelModel(
-                self.lightning_module,
-                self.topology,
-                self.root_device,
-                self.schedule,
-                self.transport,
-                self.chunks,
-                self.data_parallel,
+            module = self.lightning_module
+            assert module is not None
+            trainer: Any = module._trainer
+            copies = () if trainer is None else averaged_copies(trainer.callbacks)
+            self._parallel, *self._averages = (
+                ParallelModel(
+                    model,
+                    self.topology,
+                    self.root_device,
+                    self.schedule,
+                    self.transport,
+                    self.chunks,
+                    self.data_parallel,
+                )
+                for model in (module, *copies)
             )
         return self._parallel
 
@@ -201,14 +210,19 @@ class ParmStrategy(CheckpointingStrategy):
             self.model = self._layer_sync.apply(module)
         self.model = self.precision_plugin.convert_module(self.model or module)
         self.model_to_device()
-        parallel.make_replicas_equal()
+        for model in (parallel, *self._averages):
+            model.make_replicas_equal()
         if self.topology.world_size > 1:
             # Tensor-parallel peers hold the same activations, so they must draw the same dropout masks; others do not.
             torch.manual_seed(self.broadcast(torch.initial_seed()) + self.topology.data_parallel_rank)
+        if self.topology.tensor_parallel_size > 1:
+            count_duplicates_once(module, self.topology.dense_mesh(self.root_device.type).get_group("data_parallel"))
         if fitting:
             parallel.prepare_training(self._bucket_size_bytes, self.calibrate)
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                check_groups(optimizer)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -221,7 +235,7 @@ class ParmStrategy(CheckpointingStrategy):
         """Leave the module without hooks, so that another Trainer may take it."""
         if self._parallel is not None:
             self._parallel.release()
-            self._parallel = None
+            self._parallel, self._averages = None, []
         super().teardown()
 
     # ---------------------------------------------------------------- gradients
@@ -253,15 +267,14 @@ class ParmStrategy(CheckpointingStrategy):
         self._precision_plugin = precision_plugin
         if precision_plugin is not None:
             precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+            precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
 
     def setup_precision_plugin(self) -> None:
         """Connect the precision plugin; a gradient scaler must skip a step on all ranks or on none."""
         plugin = self.precision_plugin
-        if isinstance(plugin, MixedPrecision) and isinstance(plugin.scaler, torch.amp.GradScaler):
-            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-            if not isinstance(plugin.scaler, ShardedGradScaler) and dist.is_initialized():
-                plugin.scaler = ShardedGradScaler(device=self.root_device.type, process_group=dist.group.WORLD)
+        scaler = getattr(plugin, "scaler", None)
+        if isinstance(scaler, torch.amp.GradScaler):
+            plugin.scaler = AgreedGradScaler(scaler, self.root_device.type)  # type: ignore[attr-defined]
         super().setup_precision_plugin()
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -275,3 +288,7 @@ class ParmStrategy(CheckpointingStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if clip_val > 0:
             self.parallel_model.clip_gradients(clip_val, optimizer)
+
+    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if clip_val > 0:
+            clip_by_value(self.parallel_model.placed(optimizer), clip_val)
