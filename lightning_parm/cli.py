@@ -39,7 +39,12 @@ _FUNCTIONS = {
         "lightning_parm.bench.schedules",
         "schedules",
     ),
-    "bench training": ("time training steps under parm and ddp", "lightning_parm.bench.training", "training"),
+    "bench step": ("time a dense model's training step under parm and ddp", "lightning_parm.bench.step", "step"),
+    "bench training": (
+        "time a mixture's training steps under parm and ddp",
+        "lightning_parm.bench.training",
+        "training",
+    ),
 }
 
 

@@ -1,0 +1,182 @@
+"""``lightning-parm bench step``: a training step of a dense GPT under parm beside ddp, which does the same work."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+_STRATEGIES = ("ddp", "parm")
+_UNCOUNTED = 3  # first steps of every run, in which buffers are made
+
+
+def step(
+    ranks: int = 2,
+    num_layers: int = 4,
+    model_dim: int = 256,
+    hidden_dim: int = 512,
+    vocab_size: int = 1024,
+    sequence_length: int = 128,
+    batch_size: int = 2,
+    steps: int = 20,
+    rounds: int = 5,
+) -> dict[str, Any]:
+    """Train a dense GPT with Lightning's Trainer on processes of this machine, under ddp and under parm in turns.
+
+    Both do the same: average gradients while backward runs. All runs start from the same weights and read the same
+    tokens, in one set of processes; a round has one run of each strategy, and the order alternates.
+
+    Args:
+        ranks: Processes, on CPUs with gloo, which share the machine's cores.
+        num_layers: Blocks.
+        model_dim: M.
+        hidden_dim: H.
+        vocab_size: Token ids.
+        sequence_length: Tokens of a sequence.
+        batch_size: Sequences of each rank.
+        steps: Of each run; the first three are not counted.
+        rounds: Runs of each strategy.
+
+    Returns:
+        For every strategy ``median_ms`` of all counted steps, the lowest and highest ``round_ms``, the medians of
+        rounds; ``ratio``, the median over rounds of parm's median over ddp's; ``loss_difference``, the largest
+        between losses of the same step.
+
+    Raises:
+        ValueError: If there are fewer than 2 ranks, 5 steps, or 1 round.
+    """
+    if ranks < 2 or steps < 5 or rounds < 1:
+        raise ValueError(f"ranks={ranks} must be at least 2, steps={steps} at least 5, and rounds={rounds} at least 1.")
+    import torch
+
+    model = {
+        "vocab_size": vocab_size,
+        "num_layers": num_layers,
+        "model_dim": model_dim,
+        "hidden_dim": hidden_dim,
+        "num_experts": 0,
+    }
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (ranks, port, model, sequence_length, batch_size, steps, rounds, folder)
+        torch.multiprocessing.spawn(_measure, args=arguments, nprocs=ranks)
+        measured = json.loads((Path(folder) / "measured.json").read_text())
+    seconds: dict[str, list[list[float]]] = measured["seconds"]
+    medians = {name: [statistics.median(times) for times in seconds[name]] for name in _STRATEGIES}
+    rows = [
+        {
+            "strategy": name,
+            "median_ms": 1e3 * statistics.median(t for times in seconds[name] for t in times),
+            "round_ms": [1e3 * min(medians[name]), 1e3 * max(medians[name])],
+        }
+        for name in _STRATEGIES
+    ]
+    pairs = zip(medians["parm"], medians["ddp"], strict=True)
+    differences = (abs(a - b) for a, b in zip(measured["losses"]["parm"], measured["losses"]["ddp"], strict=True))
+    return {
+        "ranks": ranks,
+        "model": model,
+        "parameters": measured["parameters"],
+        "tokens": batch_size * sequence_length,
+        "strategies": rows,
+        "ratio": statistics.median(parm / ddp for parm, ddp in pairs),
+        "loss_difference": max(differences),
+    }
+
+
+def _measure(
+    rank: int,
+    ranks: int,
+    port: int,
+    model: dict[str, Any],
+    sequence_length: int,
+    batch_size: int,
+    steps: int,
+    rounds: int,
+    folder: str,
+) -> None:
+    """What every rank runs; rank 0 leaves the result in ``folder``."""
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
+    os.environ.update({name: str(value) for name, value in sizes.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "bench"})
+    import logging
+
+    import lightning as L
+    import torch
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    import lightning_parm  # noqa: F401  # registers "parm"
+    from lightning_parm.models import GPT
+
+    class Recorder(L.Callback):
+        """Seconds between the ends of steps, and every loss."""
+
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+            self.losses: list[float] = []
+
+        def on_train_batch_end(self, _: Any, __: Any, outputs: Any, *___: Any) -> None:
+            self.losses.append(float(outputs["loss"]))
+            self.ends.append(time.perf_counter())
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    for name in ("lightning.pytorch", "lightning.fabric"):  # which tell of every Trainer that it is made
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", ".*(treespec, LeafSpec|does not have many workers|have no `val_dataloader`).*")
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(model["vocab_size"], (steps * batch_size, sequence_length + 1), generator=generator)
+    samples: Any = [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
+    loader: Any = torch.utils.data.DataLoader(samples, batch_size=batch_size)
+    seconds: dict[str, list[list[float]]] = {name: [] for name in _STRATEGIES}
+    losses: dict[str, list[float]] = {name: [] for name in _STRATEGIES}
+    for turn in range(rounds):
+        for name in _STRATEGIES if turn % 2 == 0 else reversed(_STRATEGIES):
+            recorder = Recorder()
+            L.seed_everything(0, verbose=False)
+            module = GPT(**model)
+            trainer = L.Trainer(
+                accelerator="cpu",
+                devices=ranks,
+                strategy=name,
+                plugins=[TorchElasticEnvironment()],
+                use_distributed_sampler=False,
+                max_epochs=1,
+                callbacks=[recorder],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            trainer.fit(module, loader)
+            ends = recorder.ends[_UNCOUNTED - 1 :]
+            seconds[name].append([later - earlier for earlier, later in itertools.pairwise(ends)])
+            losses[name] = recorder.losses
+    if rank == 0:
+        result = {"seconds": seconds, "losses": losses, "parameters": sum(p.numel() for p in module.parameters())}
+        (Path(folder) / "measured.json").write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+def render(result: dict[str, Any]) -> Any:
+    """A table of step times, and what they say."""
+    from rich.table import Table
+
+    title = f"Training step of a dense GPT of {result['parameters']:,} parameters on {result['ranks']} ranks"
+    caption = f"parm takes {result['ratio']:.3f} times as long as ddp; losses differ by {result['loss_difference']:.1e}"
+    table = Table(title=title, caption=caption)
+    for name in ("strategy", "median ms", "medians of rounds", "tokens/s of a rank"):
+        table.add_column(name, justify="left" if name == "strategy" else "right")
+    for row in result["strategies"]:
+        lowest, highest = row["round_ms"]
+        rate = 1e3 * result["tokens"] / row["median_ms"]
+        table.add_row(row["strategy"], f"{row['median_ms']:.1f}", f"{lowest:.1f} to {highest:.1f}", f"{rate:,.0f}")
+    return table
