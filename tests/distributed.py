@@ -1,14 +1,20 @@
-"""Real gloo process groups for tests: forked ranks, a file store, a deadline, and the first rank's traceback."""
+"""Processes for tests: forked gloo ranks with a file store and a deadline, and commands that leave nothing behind."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
+import os
 import pickle
+import signal
+import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -85,3 +91,62 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                     process.kill()
                     process.join()
         return [results[rank] for rank in range(world_size)]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a command left: its exit code, what it wrote, and the processes it started that outlived it."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    survivors: list[str]
+
+
+def run_command(
+    command: Sequence[str],
+    cwd: Path | None = None,
+    timeout: float = 250.0,
+    environment: Mapping[str, str] | None = None,
+) -> Finished:
+    """Run a command in a session of its own, with one thread a process; nothing that it started is left afterwards.
+
+    ``survivors`` are command lines of processes that still ran half a minute after the command had ended. They, and all
+    of them when ``timeout`` seconds have passed, are killed, whichever session they moved to.
+    """
+    mark = f"LIGHTNING_PARM_TEST={uuid.uuid4().hex}"
+    inherited = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "MASTER_PORT")}
+    marked = {**inherited, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(environment or {})}
+    marked.update([mark.split("=")])
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(command, cwd=cwd, env=marked, stdout=out, stderr=err, start_new_session=True)
+        survivors: dict[int, str] = {}
+        timed_out = False
+        try:
+            process.wait(timeout)
+            deadline = time.monotonic() + 30
+            while (survivors := _marked(mark)) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            for pid in _marked(mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+        for file in (out, err):
+            file.seek(0)
+        finished = Finished(process.returncode, out.read(), err.read(), list(survivors.values()))
+    if timed_out:
+        raise TimeoutError(f"{command} ran for {timeout} s and wrote:\n{finished.stdout}\n{finished.stderr}")
+    return finished
+
+
+def _marked(mark: str) -> dict[int, str]:
+    """Running processes with ``mark`` in their environment, and their command lines."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # of another user, or gone by now
+            if mark.encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+    return found

@@ -6,17 +6,14 @@ nothing else: at most 2 processes and 20 steps, windows of 32 tokens, and models
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from data.corpora import write_arrow
+from distributed import run_command
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,23 +62,8 @@ def test_code_blocks_run(page: Path, tmp_path: Path) -> None:
         # Empty lines put each block where it is on its page, so that a traceback's line number is the page's.
         script += f"exec(compile({chr(10) * (line - 1) + code!r}, {str(page)!r}, 'exec'))\n"
     (tmp_path / "page.py").write_text(script, encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("MASTER_PORT", None)  # of a Trainer that ran in this process
-    process = subprocess.Popen(
-        [sys.executable, "page.py"],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=250)
-    finally:  # the ranks that Lightning started are of the same session
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output[-4000:]
+    result = run_command([sys.executable, "page.py"], cwd=tmp_path)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
 
 
 def test_pages_with_code_are_found() -> None:

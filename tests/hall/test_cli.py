@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,22 +14,13 @@ import pytest
 import torch.distributed as dist
 import yaml
 from data.corpora import write_arrow
+from distributed import Finished, run_command
 
 from lightning_parm import cli
 
 
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lightning_parm", *arguments]
-    environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-    environment.pop("MASTER_PORT", None)  # of a Trainer that ran in this process
-    options = {"cwd": cwd, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, start_new_session=True, **options)
-    try:
-        out, err = process.communicate(timeout=250)
-    finally:  # the ranks that Lightning started are of the same session
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+def run(*arguments: str, cwd: Path | None = None) -> Finished:
+    return run_command([sys.executable, "-m", "lightning_parm", *arguments], cwd)
 
 
 def called(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import yaml
+from distributed import run_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -24,23 +21,9 @@ def test_demo_trains_resumes_and_proves_it(tmp_path: Path) -> None:
     callbacks["ModelCheckpoint"]["init_args"]["every_n_train_steps"] = 6
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--config=small.yaml", "--megabytes=0.2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("MASTER_PORT", None)  # of a Trainer that ran in this process
-    process = subprocess.Popen(
-        [*command, "--steps=6", "--resumed-steps=6"],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=280)
-    finally:  # the ranks that Lightning started are of the same session
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output[-4000:]
+    result = run_command([*command, "--steps=6", "--resumed-steps=6"], cwd=tmp_path, timeout=280)
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output[-4000:]
     report = output[output.index("what came out") :]
     assert re.search(r"loss +8\.\d\d at step 2 -> \d\.\d\d at the checkpoint -> \d\.\d\d at the end", report), report
     assert re.search(r"4 ranks, mp=2 ep=2 esp=2 +[\d,]+ tokens/s", report)
