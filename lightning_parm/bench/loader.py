@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
+import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
-from torch.utils.data import DataLoader, Dataset
 
-from lightning_parm.data import TokenLoader, open_sources
-
-Batches = Callable[[], Iterator[Any]]
+from lightning_parm.bench.peers import Batches, Packed, delivered, peers
+from lightning_parm.data import TokenLoader
 
 
 def loader(
@@ -31,10 +28,10 @@ def loader(
     files: int = 2000,
     folder: str | None = None,
 ) -> dict[str, Any]:
-    """Measure tokens a second, set-up, resume and memory of the loader and of what else is installed.
+    """Measure tokens a second of the loader and of what else is installed, and the loader's set-up, resume and memory.
 
     Contestants take turns, and the median of their rounds counts, because machines are shared. All read the same
-    tokens from a warm page cache; the mixing and shuffling of ours is on.
+    tokens from a warm page cache, in batches of as many; the mixing and shuffling of ours is on.
 
     Args:
         tokens: tokens in the corpus, in two sources.
@@ -51,28 +48,24 @@ def loader(
         root = Path(folder or temporary)
         sources = _write_corpus(root, tokens, mean_length)
         options: dict[str, Any] = {"cache_folder": str(root / "cache"), "weights": {"a": 0.6, "b": 0.4}}
-        memory = _memory(
-            sources, sequence_length, batch_size, options
-        )  # first, while nothing else has grown the process
-        flat = root / "flat.bin"
         shape = (sequence_length, batch_size)
         ours = {
             f"lightning_parm, {n} workers": _ours(sources, *shape, n, options) for n in dict.fromkeys((0, num_workers))
         }
-        contestants, skipped = _peers(flat, *shape, num_workers, root)
-        rates = _race({**ours, **contestants}, sequence_length * batch_size, rounds, seconds)
+        contestants, skipped = peers(Packed(root / "flat.bin", sequence_length), batch_size, num_workers, root)
+        rates, failed = _race({**ours, **contestants}, sequence_length * batch_size, rounds, seconds)
         names = list(ours)
         plain = rates["torch DataLoader over a memmap, 0 workers"]
         with_workers = [rate for name, rate in rates.items() if name not in ours and f", {num_workers} workers" in name]
         return {
             "tokens": tokens,
             "tokens_per_second": rates,
-            "skipped": skipped,
+            "skipped": skipped | failed,
             "ratio_to_plain_memmap": round(rates[names[0]] / plain, 2),
             "ratio_to_best_peer_with_workers": round(rates[names[-1]] / max(with_workers), 2) if with_workers else None,
             "resume": _resume(sources, *shape, num_workers, options),
             "set_up": _set_up(root / "many", files),
-            "anonymous_memory_bytes": memory,
+            "memory": _memory(sources, *shape, options),
         }
 
 
@@ -114,132 +107,35 @@ def _ours(sources: dict[str, str], length: int, batch_size: int, workers: int, o
     return batches
 
 
-class _Packed(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """What a careful user writes by hand: windows of one flat file."""
-
-    def __init__(self, flat: Path, length: int) -> None:
-        self.tokens = np.memmap(flat, dtype=np.uint16, mode="r")
-        self.length = length
-
-    def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.length
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        start = index * self.length
-        window = torch.from_numpy(self.tokens[start : start + self.length + 1].astype(np.int64))
-        return window[:-1], window[1:]
-
-
-def _peers(
-    flat: Path, length: int, batch_size: int, workers: int, root: Path
-) -> tuple[dict[str, Batches], dict[str, str]]:
-    """Return the peers that are installed, ready to run, and why the others are not."""
-    packed = _Packed(flat, length)
-
-    def plain(num_workers: int) -> Batches:
-        return lambda: _for_ever(DataLoader(packed, batch_size, shuffle=True, num_workers=num_workers))
-
-    contestants = {f"torch DataLoader over a memmap, {n} workers": plain(n) for n in dict.fromkeys((0, workers))}
-    skipped = {}
-    for name, package, prepare in (
-        (f"torchdata StatefulDataLoader, {workers} workers", "torchdata", _torchdata),
-        (f"torchdata.nodes, {workers} workers", "torchdata", _torchdata_nodes),
-        (f"MosaicML streaming, {workers} workers", "streaming", _mosaic),
-        (f"litdata, {workers} workers", "litdata", _litdata),
-    ):
-        if importlib.util.find_spec(package) is None:
-            skipped[name] = f"{package} is not installed"
-            continue
-        try:
-            contestants[name] = prepare(packed, batch_size, workers, root)
-        except Exception as error:  # a peer that does not run here is a result, not a failure of ours
-            skipped[name] = f"{type(error).__name__}: {error}"[:200]
-    return contestants, skipped
-
-
-def _torchdata(packed: _Packed, batch_size: int, workers: int, root: Path) -> Batches:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    return lambda: _for_ever(StatefulDataLoader(packed, batch_size, shuffle=True, num_workers=workers))
-
-
-def _torchdata_nodes(packed: _Packed, batch_size: int, workers: int, root: Path) -> Batches:
-    from torch.utils.data import RandomSampler, default_collate
-    from torchdata import nodes
-
-    def batches() -> Iterator[Any]:
-        sampled: Any = nodes.Batcher(nodes.SamplerWrapper(RandomSampler(packed)), batch_size)
-
-        def read(indices: list[int]) -> Any:
-            return default_collate([packed[index] for index in indices])
-
-        return _for_ever(nodes.Loader(nodes.ParallelMapper(sampled, read, num_workers=workers, method="process")))
-
-    return batches
-
-
-def _mosaic(packed: _Packed, batch_size: int, workers: int, root: Path) -> Batches:
-    from streaming import MDSWriter, StreamingDataset
-
-    target = root / "mds"
-    if not target.exists():
-        with MDSWriter(out=str(target), columns={"tokens": f"ndarray:uint16:{packed.length}"}) as writer:
-            for start in range(0, len(packed) * packed.length, packed.length):
-                writer.write({"tokens": np.asarray(packed.tokens[start : start + packed.length])})
-
-    def collate(rows: list[dict[str, Any]]) -> torch.Tensor:
-        return torch.from_numpy(np.stack([row["tokens"] for row in rows]).astype(np.int64))
-
-    def batches() -> Iterator[Any]:
-        data = StreamingDataset(local=str(target), shuffle=True, batch_size=batch_size)
-        return _for_ever(DataLoader(data, batch_size, num_workers=workers, collate_fn=collate))
-
-    return batches
-
-
-def _litdata(packed: _Packed, batch_size: int, workers: int, root: Path) -> Batches:
-    import litdata
-    from litdata.streaming.item_loader import TokensLoader
-
-    target = root / "litdata"
-    if not target.exists():
-        size = packed.length * 64
-        pieces = [int(start) for start in range(0, len(packed.tokens) - size, size)]
-
-        def read(start: int) -> Iterator[torch.Tensor]:
-            yield torch.from_numpy(packed.tokens[start : start + size].astype(np.int32))
-
-        litdata.optimize(read, pieces, str(target), chunk_bytes="64MB", num_workers=1, item_loader=TokensLoader())
-
-    def batches() -> Iterator[Any]:
-        data = litdata.StreamingDataset(
-            str(target), item_loader=TokensLoader(block_size=packed.length + 1), shuffle=True, drop_last=True
-        )
-        return _for_ever(litdata.StreamingDataLoader(data, batch_size=batch_size, num_workers=workers))
-
-    return batches
-
-
-def _for_ever(batches: Any) -> Iterator[Any]:
-    while True:
-        yield from batches
-
-
-def _race(contestants: dict[str, Batches], tokens_a_batch: int, rounds: int, seconds: float) -> dict[str, float]:
-    """Return the median of each contestant's rates, in tokens a second."""
+def _race(
+    contestants: dict[str, Batches], tokens_a_batch: int, rounds: int, seconds: float
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the median of each contestant's rates, in tokens a second, and why some have none."""
     rates: dict[str, list[float]] = {name: [] for name in contestants}
+    failed: dict[str, str] = {}
     for _ in range(rounds):
         for name, start in contestants.items():
-            stream = start()
-            for _ in range(20):
-                next(stream)
-            count, began = 0, time.perf_counter()
-            while time.perf_counter() - began < seconds:
-                next(stream)
-                count += 1
-            rates[name].append(count * tokens_a_batch / (time.perf_counter() - began))
-            del stream
-    return {name: float(round(statistics.median(values))) for name, values in rates.items()}
+            if name in failed:
+                continue
+            try:
+                rates[name].append(_rate(start(), tokens_a_batch, seconds))
+            except Exception as error:  # a peer that does not run here is a result, not a failure of ours
+                if "lightning_parm" in name:
+                    raise
+                failed[name] = f"{type(error).__name__}: {error}"[:200]
+    return {name: float(round(statistics.median(rates[name]))) for name in contestants if name not in failed}, failed
+
+
+def _rate(stream: Iterator[Any], tokens_a_batch: int, seconds: float) -> float:
+    for _ in range(20):
+        found = delivered(next(stream))
+        if found != tokens_a_batch:
+            raise RuntimeError(f"a batch of {found} tokens where {tokens_a_batch} were asked for")
+    count, began = 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        next(stream)
+        count += 1
+    return count * tokens_a_batch / (time.perf_counter() - began)
 
 
 def _resume(
@@ -261,36 +157,53 @@ def _resume(
 
 
 def _set_up(root: Path, files: int) -> dict[str, float]:
-    """Time to open many files of 100 documents, without and with a cached index."""
+    """Time until the first batch from many files of 100 documents, without and with a kept index."""
     lengths = np.full(100, 20)
     values = np.ones(2000, dtype=np.uint16)
     for number in range(files):
         _write_arrow(_made(root / "data") / f"{number:05}.arrow", values, lengths)
     times = []
-    for _ in range(4):
+    for _ in range(6):
         began = time.perf_counter()
-        open_sources(str(root / "data"), cache_folder=str(root / "cache"))
+        TokenLoader(str(root / "data"), 1024, 8, cache_folder=str(root / "cache")).next_batch()
         times.append(time.perf_counter() - began)
     warm = round(statistics.median(times[1:]), 3)
     return {"files": files, "documents": 100 * files, "cold_seconds": round(times[0], 3), "warm_seconds": warm}
 
 
-def _memory(sources: dict[str, str], length: int, batch_size: int, options: dict[str, Any]) -> int | None:
-    """Return how much memory of its own the process gains by opening the corpus and reading 500 batches."""
-    before = _anonymous_bytes()
-    stream = TokenLoader(sources, length, batch_size, **options)
-    for _ in range(500):
-        stream.next_batch()
-    after = _anonymous_bytes()
-    return None if before is None or after is None else max(0, after - before)
+def _memory(sources: dict[str, str], length: int, batch_size: int, options: dict[str, Any]) -> dict[str, int] | None:
+    """Return by how many bytes a process grows that opens the corpus and reads one epoch, above its imports.
 
-
-def _anonymous_bytes() -> int | None:
+    ``anonymous`` is its own memory. ``mapped`` is pages of the files, which the system takes back when it needs them.
+    """
+    context = multiprocessing.get_context("spawn")
+    result, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_read_an_epoch, args=(theirs, sources, length, batch_size, options))
+    process.start()
+    theirs.close()
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        grown: dict[str, int] | None = result.recv()
+    finally:
+        process.join()
+    return grown
+
+
+def _read_an_epoch(result: Any, sources: dict[str, str], length: int, batch_size: int, options: dict[str, Any]) -> None:
+    before = _resident_bytes()
+    for _ in TokenLoader(sources, length, batch_size, **options):
+        pass
+    after = _resident_bytes()
+    result.send({name: max(0, after[name] - size) for name, size in before.items()} or None)
+
+
+def _resident_bytes() -> dict[str, int]:
+    """Return this process's memory by kind, or nothing where the system does not say it."""
+    kinds = {"RssAnon": "anonymous", "RssFile": "mapped"}
+    try:
+        lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
     except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), None)
+        return {}
+    return {kinds[words[0][:-1]]: int(words[1]) * 1024 for words in lines if words and words[0][:-1] in kinds}
 
 
 def render(result: dict[str, Any]) -> Any:
@@ -310,8 +223,9 @@ def render(result: dict[str, Any]) -> Any:
         facts.add_row(f"resume: {name.replace('_', ' ')}", f"{value * 1000:.1f} ms")
     set_up = result["set_up"]
     facts.add_row(
-        f"set-up of {set_up['files']:,} files, cold / warm", f"{set_up['cold_seconds']} / {set_up['warm_seconds']} s"
+        f"first batch of {set_up['files']:,} files, index to be made / made",
+        f"{set_up['cold_seconds']} / {set_up['warm_seconds']} s",
     )
-    if result["anonymous_memory_bytes"] is not None:
-        facts.add_row("memory above the imports", f"{result['anonymous_memory_bytes'] / 1e6:.0f} MB")
+    for name, size in (result["memory"] or {}).items():
+        facts.add_row(f"{name} memory above the imports, over an epoch", f"{size / 1e6:.0f} MB")
     return Group(race, facts, *(f"skipped {name}: {reason}" for name, reason in result["skipped"].items()))
