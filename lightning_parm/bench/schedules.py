@@ -139,7 +139,9 @@ def measure(
             num_matrices=3 if activation == "swiglu" else 2,
         )
         started = time.perf_counter()
-        links = Links.load(calibration) if calibration else calibrate(topology, device)
+        links = (
+            Links.load(calibration) if calibration else calibrate(topology, device, largest_bytes=work.largest_bytes)
+        )
         calibration_seconds = time.perf_counter() - started
         choice = choose_for(work, links, max_chunks)
         every = [*comparisons(topology), *candidates(topology, max_chunks)]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,8 +27,8 @@ from lightning_parm.moe.links import Kind, Line, LinkAxis, Links, fit_line
 from lightning_parm.moe.prediction import Candidate, seconds
 from lightning_parm.moe.topology import Topology
 
-#: Two large sizes: what a switch or socket buffers of a single message makes it look faster than a stream of them.
-_SIZES = {"cpu": (2**14, 2**20, 2**21), "cuda": (2**16, 2**22, 2**24, 2**26)}
+#: Bytes of the smallest collective, and the least and most that the largest may have.
+_SIZES = {"cpu": (2**14, 2**18, 2**21), "cuda": (2**16, 2**22, 2**26)}
 _REPETITIONS = 5
 _LINES: tuple[tuple[Kind, LinkAxis], ...] = (
     ("all_to_all", "expert_parallel"),
@@ -49,7 +51,11 @@ _PAIRS = (
 
 
 def calibrate(
-    topology: Topology, device: torch.device | str, cache_folder: str | Path | None = None, refresh: bool = False
+    topology: Topology,
+    device: torch.device | str,
+    cache_folder: str | Path | None = None,
+    refresh: bool = False,
+    largest_bytes: float = 0.0,
 ) -> Links:
     """Measure the cluster for a topology; every rank must call it, and every rank gets the same constants.
 
@@ -60,6 +66,8 @@ def calibrate(
         device: Where this rank computes.
         cache_folder: Where constants are kept by hosts, backend, sizes and versions; ``None`` measures every time.
         refresh: Whether to measure although there are kept constants.
+        largest_bytes: Of one collective of the layers at hand: near their sizes lines are both quickest measured and
+            most exact. It is rounded to a power of two within what the device is used for.
 
     Raises:
         ValueError: If the topology has one rank only, which has no links.
@@ -73,7 +81,10 @@ def calibrate(
     if topology.world_size == 1:
         raise ValueError("One rank has no links to calibrate; calibrate where torch.distributed has at least 2 ranks.")
     device = torch.device(device)
-    path = None if cache_folder is None else Path(cache_folder) / f"links-{_fingerprint(topology, device)}.json"
+    smallest, least, most = _SIZES.get(device.type, _SIZES["cuda"])
+    largest = min(max(2 ** round(math.log2(max(largest_bytes, 1.0))), least), most)
+    name = _fingerprint(topology, device, largest)
+    path = None if cache_folder is None else Path(cache_folder) / f"links-{name}.json"
     found: list[Links | None] = [None]
     if topology.rank == 0 and path is not None and path.exists() and not refresh:
         try:
@@ -82,7 +93,7 @@ def calibrate(
             found = [None]  # a broken file is measured anew
     dist.broadcast_object_list(found, 0)
     if found[0] is None:
-        found = [_Calibration(topology, device).links()]
+        found = [_Calibration(topology, device, (smallest, largest // 4, largest)).links()]
         dist.broadcast_object_list(found, 0)
         if topology.rank == 0 and path is not None and found[0] is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,41 +102,51 @@ def calibrate(
     return found[0]
 
 
-def _fingerprint(topology: Topology, device: torch.device) -> str:
+def _fingerprint(topology: Topology, device: torch.device, largest: int) -> str:
     hosts: list[str] = [""] * topology.world_size
     dist.all_gather_object(hosts, platform.node())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     sizes = (topology.tensor_parallel_size, topology.expert_parallel_size, topology.expert_shard_size)
-    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, 1]
+    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, largest, 2]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 class _Calibration:
     """One run of all measurements."""
 
-    def __init__(self, topology: Topology, device: torch.device) -> None:
+    def __init__(self, topology: Topology, device: torch.device, sizes: tuple[int, int, int]) -> None:
         self.topology = topology
         self.device = device
-        self.sizes = _SIZES.get(device.type, _SIZES["cuda"])
+        self.sizes = sizes
 
     def links(self) -> Links:
         generators = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(generators):
             lines, residual = self._lines()
             rates = self._compute_rate(), self._copy_rate()
-            links = Links(lines, *rates, self._overlaps(), {}, residual, f"measured on {platform.node()}")
-            overheads = self._overheads(links)
-        return Links(lines, *rates, links.overlaps, overheads, residual, links.source)
+            source = f"measured on {platform.node()}"
+            links = Links(lines, *rates, self._overlaps(), self._queued(), {}, residual, source)
+            return replace(links, overheads=self._overheads(links))
 
     def _time(
-        self, *runs: Callable[[], object], over: Callable[[list[float]], float] = statistics.median
+        self, *runs: Callable[[], object], over: Callable[[list[float]], float] = statistics.median, flow: bool = False
     ) -> list[float]:
-        """Median over repetitions, in turn, of the slowest rank's seconds; the same numbers on every rank."""
+        """Median over repetitions, in turn, of the slowest rank's seconds; the same numbers on every rank.
+
+        Args:
+            runs: What is timed.
+            over: What is made of the repetitions.
+            flow: Whether each timing follows at once on another run of the same: a link that was idle swallows the
+                first bytes quicker than it carries a stream.
+        """
         times: list[list[float]] = [[] for _ in runs]
         for repetition in range(_REPETITIONS + 1):  # the first warms up
             for run, seen in zip(runs, times, strict=True):
                 self._synchronize()
                 dist.barrier()
+                if flow:
+                    run()
+                    self._synchronize()
                 started = time.perf_counter()
                 run()
                 self._synchronize()
@@ -164,7 +185,7 @@ class _Calibration:
             if same and f"{kind}/{twin}" in lines:
                 lines[f"{kind}/{axis}"] = lines[f"{kind}/{twin}"]
                 continue
-            times = self._time(*(_waited(self._collective(kind, axis, size)) for size in self.sizes))
+            times = self._time(*(_waited(self._collective(kind, axis, size)) for size in self.sizes), flow=True)
             lines[f"{kind}/{axis}"], residual = fit_line(self.sizes, times)
             residuals.append(residual)
         return lines, max(residuals)
@@ -187,21 +208,30 @@ class _Calibration:
         overlaps: dict[str, float] = {}
         matrix = torch.zeros(256, 256, device=self.device)
         (product,) = self._time(lambda: matrix @ matrix)
-        size = self.sizes[-1] / 2
+        size = self.sizes[-1] / 2  # of a chunk
         for first, second in _PAIRS:
             if self.topology.size(first[1]) == 1 or (second is not None and self.topology.size(second[1]) == 1):
                 continue
             start = self._collective(*first, size)
             if second is None:
-                (length,) = self._time(_waited(start))
+                (length,) = self._time(_waited(start), flow=True)
                 finish = self._products(matrix, max(round(length / product), 1))
             else:
                 finish = _waited(self._collective(*second, size))
-            alone, beside, together = self._time(_waited(start), finish, _both(start, finish))
-            hidden = (alone + beside - together) / min(alone, beside)
             names = sorted((first[1], "compute" if second is None else second[1]))
-            overlaps["+".join(names)] = min(max(hidden, 0.0), 1.0)
+            overlaps["+".join(names)] = self._hidden(start, finish)
         return overlaps
+
+    def _hidden(self, start: Callable[[], dist.Work], finish: Callable[[], object]) -> float:
+        alone, beside, together = self._time(_waited(start), finish, _both(start, finish), flow=True)
+        return min(max((alone + beside - together) / min(alone, beside), 0.0), 1.0)
+
+    def _queued(self) -> dict[str, float]:
+        """Of collectives too small to take longer than their start."""
+        pairs = {first[1]: self._collective(*first, self.sizes[0]) for first, second in _PAIRS if first == second}
+        return {
+            axis: self._hidden(start, _waited(start)) for axis, start in pairs.items() if self.topology.size(axis) > 1
+        }
 
     def _products(self, matrix: torch.Tensor, count: int) -> Callable[[], object]:
         return lambda: [matrix @ matrix for _ in range(count)]

@@ -94,6 +94,12 @@ class Workload:
             return self.num_experts * parts * -(-capacity // parts)
         return min(rows, self.num_experts * capacity)
 
+    @property
+    def largest_bytes(self) -> int:
+        """About the most that one collective carries: a rank's rows, for all shards of their experts."""
+        own = self.rows(-(-self.num_tokens // self.tensor_parallel_size))
+        return own * self.expert_shard_size * self.model_dim * self.element_bytes
+
     def size(self, axis: Axis) -> int:
         """Ranks along ``axis``."""
         return {

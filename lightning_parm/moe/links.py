@@ -48,6 +48,7 @@ class Links:
         copy_bytes_per_second: At which rows are picked and put in another order.
         overlaps: For ``"a+b"``, two axes or an axis and ``compute``, in alphabetical order: how much of the shorter of
             two things vanishes when both run at once; 0 is nothing and 1 all of it.
+        queued: For an axis, how much of a collective's alpha vanishes when it is in line behind another one along it.
         overheads: For ``"schedule/transport"``, seconds of a layer and of each further chunk that bytes do not explain.
         residual: Largest relative error of the fitted lines on what they were fitted to.
         source: Where the constants are from.
@@ -64,12 +65,13 @@ class Links:
     flops_per_second: float
     copy_bytes_per_second: float
     overlaps: Mapping[str, float] = field(default_factory=dict)
+    queued: Mapping[str, float] = field(default_factory=dict)
     overheads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     residual: float = 0.0
     source: str = ""
 
-    def seconds(self, kind: Kind, axis: LinkAxis, num_bytes: float) -> float:
-        """Seconds of one collective, with all groups along ``axis`` busy at once.
+    def line(self, kind: Kind, axis: LinkAxis) -> Line:
+        """Of one collective, with all groups along ``axis`` busy at once.
 
         Raises:
             ValueError: If there is no line for it.
@@ -80,7 +82,15 @@ class Links:
                 f"These links have no constants for {kind} over {axis}, only for "
                 f"{', '.join(sorted(self.collectives))}; calibrate on groups of the same sizes."
             )
-        return line.seconds(num_bytes)
+        return line
+
+    def seconds(self, kind: Kind, axis: LinkAxis, num_bytes: float) -> float:
+        """Seconds of one collective of so many bytes."""
+        return self.line(kind, axis).seconds(num_bytes)
+
+    def behind(self, axis: str) -> float:
+        """How much of a collective's alpha vanishes when it is in line behind another one along the same axis."""
+        return self.queued.get(axis, 0.0)
 
     def overlap(self, first: str, second: str) -> float:
         """How much of the shorter vanishes when an exchange along each axis is in flight, or one beside ``compute``."""

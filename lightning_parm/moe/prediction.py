@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from lightning_parm.moe.cost import STATISTIC_BYTES, Workload
 from lightning_parm.moe.links import Kind, LinkAxis, Links
-from lightning_parm.moe.timeline import Compute, Step, Transfer, duration, moments
+from lightning_parm.moe.timeline import Compute, Sent, Step, Transfer, duration, moments
 
 Schedule = Literal["baseline", "plain", "s1", "s2"]
 Compared = Schedule | Literal["deepspeed"]
@@ -111,7 +111,7 @@ def _journey(transport: Transport, own: float, work: Workload, links: Links) -> 
     kinds: tuple[Kind, Kind] = ("all_gather", "reduce_scatter") if work.static_shapes else ("all_to_all", "all_to_all")
     if work.expert_shard_size == 1:
         return [*hop, *_experts(copies, work, links), *hop]
-    spread, summed = (("expert_shard", links.seconds(kind, "expert_shard", copies)) for kind in kinds)
+    spread, summed = (_sent(links, kind, "expert_shard", copies) for kind in kinds)
     return [*hop, Transfer(spread, summed), *_experts(copies, work, links), Transfer(summed, spread), *hop]
 
 
@@ -133,10 +133,14 @@ def _transfer(
     """A collective of so many bytes in each direction; nothing on an axis with one rank, or where both are ``None``."""
     if work.size(axis) == 1 or (forward is None and backward is None):
         return []
-    there, back = (
-        None if num_bytes is None else (axis, links.seconds(kind, axis, num_bytes)) for num_bytes in (forward, backward)
-    )
-    return [Transfer(there, back)]
+    return [Transfer(_sent(links, kind, axis, forward), _sent(links, kind, axis, backward))]
+
+
+def _sent(links: Links, kind: Kind, axis: LinkAxis, num_bytes: float | None) -> Sent | None:
+    if num_bytes is None:
+        return None
+    line = links.line(kind, axis)
+    return Sent(axis, line.beta_seconds * num_bytes, line.alpha_seconds)
 
 
 def seconds(candidate: Candidate, work: Workload, links: Links) -> float:
@@ -146,5 +150,6 @@ def seconds(candidate: Candidate, work: Workload, links: Links) -> float:
     total = base
     for part in steps(candidate, work, links):
         happened = moments([part[0], *([more, *chunk] for chunk in part[1:])])
-        total += duration(happened, links.overlap) + duration(happened, links.overlap, backward=True)
+        for backward in (False, True):
+            total += duration(happened, links.overlap, backward, links.behind)
     return total

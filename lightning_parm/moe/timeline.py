@@ -17,11 +17,25 @@ class Compute(NamedTuple):
     backward: float
 
 
-class Transfer(NamedTuple):
-    """A collective in each direction: the axis it runs along and its seconds; ``None`` where nothing is sent."""
+class Sent(NamedTuple):
+    """A collective.
 
-    forward: tuple[str, float] | None
-    backward: tuple[str, float] | None
+    Attributes:
+        axis: What it runs along.
+        seconds: That its bytes take.
+        start: Seconds before the first of them is on its way.
+    """
+
+    axis: str
+    seconds: float
+    start: float = 0.0
+
+
+class Transfer(NamedTuple):
+    """A collective in each direction; ``None`` where nothing is sent."""
+
+    forward: Sent | None
+    backward: Sent | None
 
 
 Step = Compute | Transfer
@@ -32,7 +46,7 @@ def moments(chunks: Sequence[Sequence[Step]]) -> list[Moment]:
     """What happens in forward, in order: the youngest chunk advances first, and pauses when it has sent something.
 
     Example:
-        >>> send, work = Transfer(("fused", 2.0), None), Compute(1.0, 2.0)
+        >>> send, work = Transfer(Sent("fused", 2.0), None), Compute(1.0, 2.0)
         >>> [(what, chunk) for what, chunk, _ in moments([[send, work], [send, work]])]
         [('start', 0), ('start', 1), ('wait', 0), ('compute', 0), ('wait', 1), ('compute', 1)]
     """
@@ -59,52 +73,67 @@ def moments(chunks: Sequence[Sequence[Step]]) -> list[Moment]:
     return happened
 
 
-def duration(happened: Sequence[Moment], overlap: Callable[[str, str], float], backward: bool = False) -> float:
+def duration(
+    happened: Sequence[Moment],
+    overlap: Callable[[str, str], float],
+    backward: bool = False,
+    queued: Callable[[str], float] = lambda axis: 0.0,
+) -> float:
     """Seconds that the moments take.
 
     Things in flight together slow each other down: with an overlap of 0 each runs at half its rate, with 1 at its own.
     Collectives along one axis go one after the other, as on one communicator; the next in line moves at the rate that
-    their overlap leaves to it.
+    their overlap leaves to it, and its start, which sends nothing, at a rate of its own.
 
     Args:
         happened: From :func:`moments`.
         overlap: How much of the shorter of two things vanishes, by axis; the rank's own work is ``"compute"``.
         backward: Whether to visit the moments in reverse, with waiting and starting exchanged.
+        queued: How much of a collective's start vanishes behind another one along the same axis.
 
     Example:
-        >>> happened = moments([[Transfer(("fused", 2.0), None), Compute(1.0, 2.0)]] * 2)
+        >>> happened = moments([[Transfer(Sent("fused", 2.0), None), Compute(1.0, 2.0)]] * 2)
         >>> duration(happened, lambda a, b: 0.0), duration(happened, lambda a, b: float("compute" in (a, b)))
         (6.0, 5.0)
     """
-    flying: dict[int, tuple[str, float]] = {}  # by chunk, oldest first: axis and seconds left if it were alone
+    flying: dict[int, Sent] = {}  # by chunk, oldest first, with the seconds that are left if it were alone
     total = 0.0
+
+    def rates() -> dict[int, float]:
+        found: dict[int, float] = {}
+        seen: dict[str, int] = {}
+        sending = {axis for axis, _, start in flying.values() if not start}
+        for chunk, (axis, _, start) in flying.items():
+            place = seen[axis] = seen.get(axis, -1) + 1
+            behind = queued(axis) if start else overlap(axis, axis)
+            own = 1.0 if place == 0 else behind if place == 1 else 0.0
+            others = 0.0 if start else sum(1 - overlap(axis, other) for other in sending - {axis})
+            if own > 0:
+                found[chunk] = own / (1 + others)
+        return found
 
     def advance(until: int) -> None:
         nonlocal total
         while until in flying:
-            rates: dict[int, float] = {}
-            seen: dict[str, int] = {}
-            for chunk, (axis, _) in flying.items():
-                place = seen.get(axis, 0)
-                seen[axis] = place + 1
-                own = 1.0 if place == 0 else overlap(axis, axis) if place == 1 else 0.0
-                others = sum(1 - overlap(axis, other) for other in {other for other, _ in flying.values()} - {axis})
-                if own > 0:
-                    rates[chunk] = own / (1 + others)
-            first = min(rates, key=lambda chunk: flying[chunk][1] / rates[chunk])
-            passed = flying[first][1] / rates[first]
-            for chunk, rate in rates.items():
-                flying[chunk] = (flying[chunk][0], flying[chunk][1] - passed * rate)
-            del flying[first]
+            moving = rates()
+            ends = {chunk: (flying[chunk].start or flying[chunk].seconds) / rate for chunk, rate in moving.items()}
+            passed = min(ends.values())
             total += passed
+            for chunk, rate in moving.items():
+                axis, seconds, start = flying[chunk]
+                left = 0.0 if ends[chunk] <= passed else (start or seconds) - passed * rate
+                flying[chunk] = Sent(axis, seconds, left) if start else Sent(axis, left)
+                if not (start and seconds) and not left:
+                    del flying[chunk]
 
     for what, chunk, step in reversed(happened) if backward else happened:
         work = step.backward if backward else step.forward
         if isinstance(step, Compute):
-            flying[-1] = ("compute", work if isinstance(work, float) else 0.0)
+            assert isinstance(work, float)
+            flying[-1] = Sent("compute", work)
             advance(-1)
         elif what == ("wait" if backward else "start"):
-            if isinstance(work, tuple):
+            if isinstance(work, Sent):
                 flying[chunk] = work
         else:
             advance(chunk)

@@ -9,7 +9,7 @@ from lightning_parm.moe.choice import MARGIN, best, candidates, choose, choose_f
 from lightning_parm.moe.cost import Workload, collectives
 from lightning_parm.moe.links import PUBLISHED_32_GPUS, Line, Links
 from lightning_parm.moe.prediction import Candidate, seconds, steps
-from lightning_parm.moe.timeline import Compute, Transfer, duration, moments
+from lightning_parm.moe.timeline import Compute, Sent, Transfer, duration, moments
 from lightning_parm.moe.topology import Topology
 
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
@@ -41,7 +41,7 @@ def test_predictions_are_made_of_the_bytes_that_the_schedules_send(
             for step in (step for chunk in part for step in chunk if isinstance(step, Transfer)):
                 for backward, sent in ((False, step.forward), (True, step.backward)):
                     if sent is not None:
-                        predicted[sent[0], backward] += round(sent[1])
+                        predicted[sent.axis, backward] += round(sent.seconds)
         sent_bytes: Counter[tuple[str, bool]] = Counter()
         for call in collectives(work, candidate.schedule, candidate.transport, candidate.chunks):
             is_count = call.kind != "all_reduce" and call.num_bytes <= 3072  # of rows: only an alpha in the model
@@ -116,7 +116,7 @@ def test_of_nearly_equal_candidates_the_simpler_is_taken() -> None:
 
 
 def test_things_in_flight_share_what_they_cannot_overlap() -> None:
-    first, second = Transfer(("a", 4.0), ("a", 4.0)), Transfer(("b", 2.0), ("b", 2.0))
+    first, second = Transfer(Sent("a", 4.0), Sent("a", 4.0)), Transfer(Sent("b", 2.0), Sent("b", 2.0))
     happened = moments([[first], [second]])
     for backward in (False, True):
         assert duration(happened, lambda a, b: 0.0, backward) == pytest.approx(6.0)
@@ -126,3 +126,12 @@ def test_things_in_flight_share_what_they_cannot_overlap() -> None:
     assert duration(moments([[first, work, second]]), lambda a, b: 1.0) == 7.0
     assert duration(moments([[first, work, second]]), lambda a, b: 1.0, backward=True) == 8.0
     assert moments([[], []]) == []
+
+
+def test_the_start_of_a_collective_hides_behind_another_as_far_as_was_measured() -> None:
+    sent = Sent("a", 4.0, start=1.0)
+    happened = moments([[Transfer(sent, sent)], [Transfer(sent, sent)]])
+    for backward in (False, True):
+        assert duration(happened, lambda a, b: 0.0, backward) == pytest.approx(10.0)
+        assert duration(happened, lambda a, b: 0.0, backward, lambda axis: 1.0) == pytest.approx(9.0)
+        assert duration(happened, lambda a, b: 1.0, backward, lambda axis: 1.0) == pytest.approx(5.0)
