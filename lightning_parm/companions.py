@@ -13,6 +13,10 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_parm.metrics import ExpertLoad
+from lightning_parm.parallel import ParallelModel
+from lightning_parm.state import full_tensors
+
+_CURRENT = "current_model_state"  # WeightAveraging's key
 
 
 def averaged_copies(callbacks: Iterable[Callback]) -> Iterator[nn.Module]:
@@ -21,6 +25,37 @@ def averaged_copies(callbacks: Iterable[Callback]) -> Iterator[nn.Module]:
         copy: Any = getattr(callback, "_average_model", None)
         if isinstance(copy, nn.Module):
             yield copy.module if isinstance(copy, AveragedModel) else copy
+
+
+def pack_averages(checkpoint: dict[str, Any], average: ParallelModel, sharded: bool, keep: bool) -> dict[str, Any]:
+    """A checkpoint that WeightAveraging has put its copy into, ready to be written like that of a model.
+
+    The callback puts this rank's part of the averages in place of the model's state, and that one under a key of its
+    own. In a directory both are one state, the latter with the key as a prefix. Every rank must call it.
+
+    Args:
+        checkpoint: Lightning's.
+        average: The copy, cut.
+        sharded: Whether a directory is written.
+        keep: Whether this rank writes where it is a file.
+    """
+    state = average.as_dtensors(checkpoint["state_dict"])
+    if not sharded:
+        return {**checkpoint, "state_dict": full_tensors(state.items(), keep)}
+    state |= {f"{_CURRENT}.{name}": value for name, value in checkpoint[_CURRENT].items()}
+    return {**{key: value for key, value in checkpoint.items() if key != _CURRENT}, "state_dict": state}
+
+
+def unpack_averages(checkpoint: dict[str, Any], model: ParallelModel) -> dict[str, Any]:
+    """The reverse, with this rank's part of each state, for the callback to load."""
+    saved = checkpoint["state_dict"]
+    prefix = f"{_CURRENT}."
+    current = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+    current = current or checkpoint.get(_CURRENT, {})
+    if not current:
+        return checkpoint
+    own = {name: value for name, value in saved.items() if not name.startswith(prefix)}
+    return {**checkpoint, "state_dict": model.cut(own), _CURRENT: model.cut(current)}
 
 
 class _Gather:

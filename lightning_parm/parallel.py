@@ -90,12 +90,12 @@ class ParallelModel:
 
     # ---------------------------------------------------------------- training
 
-    def prepare_training(self, bucket_size_bytes: int, calibrate: bool) -> None:
+    def prepare_training(self, bucket_size_bytes: int, calibrate: bool, verify_steps: int = 0) -> None:
         """Watch the gradients, to average them while backward runs, and the sizes that schedules are chosen for."""
         self.release()
         self._reducer = GradientReducer(self.placed(), self.topology.group, bucket_size_bytes)
         if calibrate:
-            self._automatic = AutomaticSchedule.watch(self.module, self.topology, self._fixed)
+            self._automatic = AutomaticSchedule.watch(self.module, self.topology, self._fixed, verify_steps)
 
     def before_batch(self) -> None:
         """Call before every batch: before the second one, schedules are chosen for the sizes that the first had."""
@@ -151,12 +151,15 @@ class ParallelModel:
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Load whole tensors or DTensors, keeping this rank's part."""
+        return self.module.load_state_dict(self.cut(state), strict=strict)
+
+    def cut(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state of whole tensors or DTensors with this rank's part of each."""
         own = self.module.state_dict()
-        cut = {
+        return {
             name: self.placements[name].as_local(value, own[name]) if name in self.placements else value
             for name, value in state.items()
         }
-        return self.module.load_state_dict(cut, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter name, for a sharded checkpoint."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -19,7 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_parm.checkpointing import CheckpointingStrategy
-from lightning_parm.companions import averaged_copies, count_duplicates_once
+from lightning_parm.companions import averaged_copies, count_duplicates_once, pack_averages, unpack_averages
 from lightning_parm.gradients import AgreedGradScaler, clip_by_value
 from lightning_parm.launcher import WholeWeightsLauncher
 from lightning_parm.moe import Topology
@@ -52,6 +53,8 @@ class ParmStrategy(CheckpointingStrategy):
         data_parallel: Whether data-parallel ranks hold replicas, or each a part of the parameters, gradients and
             optimizer state: of dense layers over N_DP ranks, of experts over N_EDP.
         async_checkpoint: Write directories on a thread, so that training waits only while they are copied to the CPU.
+        verify_steps: Batches for which each of the two schedules that were predicted best is timed before the faster
+            is kept; 0 trusts the prediction.
 
     Raises:
         ValueError: If the sizes do not multiply to the number of ranks; in the Trainer's constructor, before any
@@ -84,6 +87,7 @@ class ParmStrategy(CheckpointingStrategy):
         calibrate: bool = True,
         data_parallel: Literal["replicate", "shard"] = "replicate",
         async_checkpoint: bool = False,
+        verify_steps: int = 0,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self.tensor_parallel_size = tensor_parallel_size
@@ -93,6 +97,7 @@ class ParmStrategy(CheckpointingStrategy):
         self.transport = transport
         self.chunks = chunks
         self.calibrate = calibrate
+        self.verify_steps = verify_steps
         self.data_parallel = data_parallel
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._async_checkpoint = async_checkpoint
@@ -218,7 +223,7 @@ class ParmStrategy(CheckpointingStrategy):
         if self.topology.tensor_parallel_size > 1:
             count_duplicates_once(module, self.topology.dense_mesh(self.root_device.type).get_group("data_parallel"))
         if fitting:
-            parallel.prepare_training(self._bucket_size_bytes, self.calibrate)
+            parallel.prepare_training(self._bucket_size_bytes, self.calibrate, self.verify_steps)
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
@@ -226,6 +231,16 @@ class ParmStrategy(CheckpointingStrategy):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Write a directory with every rank's part, or one file from rank 0; averaged weights included."""
+        if self._averages and "current_model_state" in checkpoint:
+            checkpoint = pack_averages(checkpoint, self._averages[0], self._sharded, self.is_global_zero)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a file or a directory, whichever topology wrote it; averaged weights included."""
+        return unpack_averages(super().load_checkpoint(checkpoint_path, weights_only), self.parallel_model)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before the second batch, choose the schedules for the sizes that the first one had."""

@@ -1,6 +1,7 @@
 """Whatever a Trainer does to gradients, weights and learning rates, several ranks do as one process does."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -9,7 +10,7 @@ import torch
 from distributed import run_ranks
 from hall.models import RecordingGPT, small_gpt
 from hall.trainers import OrderedTokens, RandomTokens, make_trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -54,11 +55,15 @@ class PartlyTrained(RecordingGPT):
         self.blocks[0].feed_forward.experts.w_in.requires_grad_(False)
 
 
-class Averaged(ByEpoch):
+class Averaged(RecordingGPT):
     """Adds the validation losses, under EMA those of the averaged weights, to the list of losses."""
 
     def on_validation_epoch_end(self) -> None:
         self.losses.append(float(self.trainer.callback_metrics["val_loss"]))
+
+
+class AveragedByEpoch(Averaged, ByEpoch):
+    """SWA wants a rate by epochs."""
 
 
 def swa() -> list[L.Callback]:
@@ -69,7 +74,7 @@ def ema() -> list[L.Callback]:
     return [EMAWeightAveraging(decay=0.5)]
 
 
-#: Name -> model class, Trainer options, callbacks; five batches an epoch leave a tail under accumulation by two.
+#: Name -> model class, Trainer options, callbacks; three batches an epoch leave a tail under accumulation by two.
 CASES: dict[str, tuple[type[RecordingGPT], dict[str, Any], Callable[[], list[L.Callback]]]] = {
     "clip by value": (RecordingGPT, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, list),
     "uneven tail": (RecordingGPT, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, list),
@@ -77,7 +82,7 @@ CASES: dict[str, tuple[type[RecordingGPT], dict[str, Any], Callable[[], list[L.C
     "epochs, fused": (ByEpoch, {}, list),
     "frozen and unused": (PartlyTrained, {"gradient_clip_val": 0.5}, list),
     "ema": (Averaged, {}, ema),
-    "swa": (Averaged, {}, swa),
+    "swa": (AveragedByEpoch, {}, swa),
 }
 
 
@@ -90,7 +95,7 @@ def run_cases(rank: int, world_size: int, sizes: dict[str, Any] | None, names: l
             rank, world_size, strategy, max_epochs=2, callbacks=callbacks(), num_sanity_val_steps=0, **options
         )
         model = small_gpt(torch.float64, cls=cls)
-        data = OrderedTokens(40, 8)
+        data = OrderedTokens(24, 8)
         data.val_dataloader = lambda: DataLoader(RandomTokens(4), batch_size=4)  # the same on all ranks
         trainer.fit(model, data)
         norm = model.norm.weight
@@ -242,3 +247,27 @@ def test_kernels_and_scalers_say_what_they_cannot_take() -> None:
     scaler.scale(torch.ones(()))
     with pytest.raises(ValueError, match="The gradients to unscale are float16"):
         scaler.unscale_(torch.optim.SGD(layer.parameters(), lr=0.1))
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_averaged_weights_are_saved_whole_and_go_on_at_other_sizes(tmp_path: Path) -> None:
+    def rank_main(
+        rank: int, world_size: int, sizes: dict[str, Any] | None, epochs: int, resume: str | None, save: str
+    ) -> list[float]:
+        strategy = "auto" if sizes is None else ParmStrategy(**sizes)
+        callbacks = [*ema(), ModelCheckpoint(tmp_path / save, filename="last", save_top_k=-1)]
+        options = {"max_epochs": epochs, "callbacks": callbacks, "num_sanity_val_steps": 0}
+        trainer = make_trainer(rank, world_size, strategy, enable_checkpointing=True, **options)
+        model = small_gpt(torch.float64, cls=Averaged)
+        data = OrderedTokens(16, 8)
+        data.val_dataloader = lambda: DataLoader(RandomTokens(4), batch_size=4)
+        trainer.fit(model, data, ckpt_path=None if resume is None else str(tmp_path / resume / "last.ckpt"))
+        return model.losses
+
+    expected = rank_main(0, 1, None, 2, None, "uninterrupted")
+    one_file = {**EP2, "save_distributed_checkpoint": False}
+    run_ranks(4, rank_main, MP2, 1, None, "directory")
+    run_ranks(2, rank_main, one_file, 1, None, "file")
+    for world_size, sizes, resume in ((4, {**EP2_SHARD}, "directory"), (2, EP2, "file"), (1, {}, "file")):
+        for ours in run_ranks(world_size, rank_main, sizes, 2, resume, f"{resume}-{world_size}"):
+            torch.testing.assert_close(ours, expected[3:], rtol=0, atol=1e-10)
