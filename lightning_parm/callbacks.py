@@ -45,7 +45,9 @@ class ExpertLoadMonitor(Callback):
 
     Over the steps since the last log: ``moe/load_max_over_mean``, the mean over layers of the fullest expert's load
     relative to a fair share; ``moe/maxvio``, the excess ``max/mean - 1`` of the worst layer; ``moe/dead_experts``, how
-    many experts of all layers saw no token. On a module without :class:`~lightning_parm.MoE` layers it does nothing.
+    many experts of all layers saw no token; ``moe/dropped_frac``, the share of the choices that capacity cut off; and
+    ``moe/balance_loss`` and ``moe/z_loss``, means over layers, batches and ranks, before their weights (1 is a balanced
+    load). On a module without :class:`~lightning_parm.MoE` layers it does nothing.
 
     The counts of the whole run are in :attr:`total` and in every checkpoint, with the schedule of each layer.
 
@@ -62,6 +64,7 @@ class ExpertLoadMonitor(Callback):
         self.per_layer = per_layer
         self.total: ExpertLoad | None = None
         self._recent: ExpertLoad | None = None
+        self._means: list[Tensor] = []
         self._layers: dict[str, Any] = {}
         self._restored: dict[str, list[float]] = {}
 
@@ -84,21 +87,37 @@ class ExpertLoadMonitor(Callback):
         if self._recent is None or self.total is None:
             return
         self._recent.update([layer.tokens_per_expert for layer in self._layers.values()])
+        self._means.append(self._of_batch())
         if not _logs_now(trainer):
             return
-        self._recent.counts = _over_world(trainer, self._recent.counts, dist.ReduceOp.SUM)
+        counts = self._recent.counts
+        sums = _over_world(trainer, torch.cat([counts.flatten(), torch.stack(self._means).sum(0)]), dist.ReduceOp.SUM)
+        self._recent.counts, (dropped, balance, z, parts) = sums[:-4].view_as(counts), sums[-4:]
+        self._means.clear()
         self.total.update(self._recent.counts)
         load = self._recent.compute()
+        routed = self._recent.counts.sum()
         self._recent.reset()
         largest = load["load_max_over_mean"].reshape(-1)  # torchmetrics squeezes the result of a single layer
         values = {
             "moe/load_max_over_mean": largest.mean(),
             "moe/maxvio": load["maxvio"].max(),
             "moe/dead_experts": load["dead_experts"].sum().float(),
+            "moe/dropped_frac": (dropped / routed.clamp(min=1)).float(),
+            "moe/balance_loss": (balance / parts).float(),
+            "moe/z_loss": (z / parts).float(),
         }
         if self.per_layer:
             values |= {f"moe/load_max_over_mean/{name}": x for name, x in zip(self._layers, largest, strict=True)}
         pl_module.log_dict(values, batch_size=1)
+
+    def _of_batch(self) -> Tensor:
+        """Choices that were dropped, both losses, and how many layers they are sums over; no host sync."""
+        layers = self._layers.values()
+        dropped = [layer.dropped_share * layer.tokens_per_expert.sum() for layer in layers]
+        rows = [dropped, [layer.balance_loss for layer in layers], [layer.z_loss for layer in layers]]
+        parts = torch.full_like(dropped[0], len(dropped), dtype=torch.float64)
+        return torch.stack([*(torch.stack(row).double().sum() for row in rows), parts])
 
     def state_dict(self) -> dict[str, Any]:
         """Tokens of each expert up to the last log, and the schedule, by layer."""

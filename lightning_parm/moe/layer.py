@@ -60,6 +60,8 @@ class MoE(nn.Module):
         auxiliary_loss: Of the last forward; to be added to the loss.
         tokens_per_expert: ``(E,)``, detached; its sum over all ranks counts the tokens that chose each expert.
         dropped_share: Of this rank's choices in the last forward, what capacity cut off; 0-dim, detached.
+        balance_loss: Of this rank's tokens in the last forward, before its weight; 0-dim, detached.
+        z_loss: The same of the router's z-loss.
 
     Example:
         >>> layer = MoE(model_dim=8, hidden_dim=16, num_experts=4, balance_loss_weight=0.01)
@@ -149,6 +151,7 @@ class MoE(nn.Module):
         self.chunks: int | Literal["auto"] = "auto"
         self.auxiliary_loss = torch.zeros(())
         self.dropped_share = torch.zeros(())
+        self.balance_loss, self.z_loss = torch.zeros(()), torch.zeros(())
         self.register_buffer("tokens_per_expert", torch.zeros(num_experts, device=device), persistent=False)
         self.register_buffer("_load", torch.zeros(num_experts, device=device), persistent=False)
         self.reset_parameters()
@@ -266,7 +269,9 @@ class MoE(nn.Module):
             dist.all_reduce(load, group=group)
         share = load / load.sum(-1, keepdim=True).clamp_min(1)
         balance = self.num_experts * (share * probabilities).sum(-1) / tokens
-        losses = self.balance_loss_weight * balance + self.z_loss_weight * squares / tokens
+        squares = squares / tokens
+        self.balance_loss, self.z_loss = balance[outcome.own].detach(), squares[outcome.own].detach()
+        losses = self.balance_loss_weight * balance + self.z_loss_weight * squares
         total = losses.sum()
         return losses[outcome.own].detach() + (total - total.detach())
 

@@ -17,7 +17,7 @@ from hall.trainers import RandomTokens, make_trainer
 from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader
 
-from lightning_parm import TokenDataModule, callbacks
+from lightning_parm import ParmStrategy, TokenDataModule, callbacks
 from lightning_parm.callbacks import DataMonitor, ExpertLoadMonitor, ThroughputMonitor
 
 pytestmark = pytest.mark.filterwarnings(
@@ -107,6 +107,36 @@ def test_expert_load_under_accumulation_counts_every_micro_batch() -> None:
     torch.testing.assert_close(monitor.total.counts.float(), torch.stack(counts.batches).sum(0))
 
 
+@pytest.mark.parametrize("sizes", [None, {"tensor_parallel_size": 2}, {"expert_parallel_size": 2}])
+def test_dropped_choices_and_losses_are_means_over_layers_batches_and_ranks(sizes: dict[str, Any] | None) -> None:
+    class Losses(L.Callback):
+        def __init__(self) -> None:
+            self.rows: list[list[float]] = []
+
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+            layers = [block.feed_forward for block in pl_module.blocks]
+            self.rows += [[float(x) for x in (m.dropped_share, m.balance_loss, m.z_loss)] for m in layers]
+            for layer in layers:
+                weighted = 0.01 * layer.balance_loss + 0.001 * layer.z_loss
+                torch.testing.assert_close(layer.auxiliary_loss.detach(), weighted)
+
+    def rank_main(rank: int, world_size: int) -> tuple[list[list[float]], list[dict[str, float]]]:
+        losses = Losses()
+        strategy = {} if sizes is None else {"strategy": ParmStrategy(**sizes)}
+        monitors = (losses, ExpertLoadMonitor())
+        trainer, memory = trainer_with(*monitors, rank=rank, world_size=world_size, log_every_n_steps=4, **strategy)
+        model = {"capacity_factor": 0.5, "balance_loss_weight": 0.01, "z_loss_weight": 0.001}
+        trainer.fit(small_gpt(**model), batches(4))
+        return losses.rows, memory.rows
+
+    ranks = [rank_main(0, 1)] if sizes is None else run_ranks(2, rank_main)
+    expected = torch.tensor([rows for rows, _ in ranks]).mean((0, 1))
+    assert float(expected[0]) > 0.2
+    (logged,) = (row for row in ranks[0][1] if "moe/z_loss" in row)
+    names = ("moe/dropped_frac", "moe/balance_loss", "moe/z_loss")
+    assert [logged[name] for name in names] == pytest.approx(expected.tolist(), rel=1e-5)
+
+
 def test_one_layer_and_no_layer() -> None:
     trainer, memory = trainer_with(ExpertLoadMonitor(per_layer=True), log_every_n_steps=1)
     trainer.fit(small_gpt(num_layers=1), batches(2))
@@ -120,8 +150,6 @@ def test_one_layer_and_no_layer() -> None:
 
 
 def on_ranks(rank: int, world_size: int, folder: str, size: int) -> dict[str, Any]:
-    from lightning_parm import ParmStrategy
-
     calls: list[str] = []
     reduce = callbacks.dist.all_reduce
     callbacks.dist.all_reduce = lambda *args, **options: calls.append("reduce") or reduce(*args, **options)
