@@ -190,9 +190,10 @@ def _memory(sources: dict[str, str], length: int, batch_size: int, options: dict
 
 def _read_an_epoch(result: Any, sources: dict[str, str], length: int, batch_size: int, options: dict[str, Any]) -> None:
     before = _resident_bytes()
-    for _ in TokenLoader(sources, length, batch_size, **options):
+    stream = TokenLoader(sources, length, batch_size, **options)
+    for _ in stream:
         pass
-    after = _resident_bytes()
+    after = _resident_bytes()  # while the stream still holds what it holds
     result.send({name: max(0, after[name] - size) for name, size in before.items()} or None)
 
 
