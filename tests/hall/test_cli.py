@@ -40,6 +40,11 @@ def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert called(capsys, "--version")[1].strip() == __import__("lightning_parm").__version__
 
 
+def test_the_page_shows_the_overview_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "cli.md"
+    assert f"$ lightning-parm\n{called(capsys)[1]}" in page.read_text(encoding="utf-8")
+
+
 def test_every_listed_function_exists() -> None:
     for _, module, function in cli._FUNCTIONS.values():
         assert callable(getattr(__import__(module, fromlist=[function]), function))

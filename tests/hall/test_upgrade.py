@@ -71,15 +71,19 @@ def test_every_diff_of_the_page_runs(tmp_path: Path) -> None:
     for source in ("code", "prose"):
         documents = [random.integers(0, 300, 400).astype(np.uint16) for _ in range(30)]
         write_arrow(tmp_path / "corpus" / source / "0.arrow", documents)
-    ddp, mixture, model_parallel, fms = re.findall(r"^```diff\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    ddp, mixture, model_parallel, fabric, fms = re.findall(
+        r"^```diff\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE
+    )
     old, new = sides(mixture)
     with_mixture = sides(ddp)[1].replace(old, new)
     assert "MoE(" in with_mixture
-    runs = [*sides(ddp), with_mixture, *sides(model_parallel), sides(fms)[1]]
+    runs = [*sides(ddp), with_mixture, *sides(model_parallel), *sides(fabric), sides(fms)[1]]
     script = PRELUDE + "losses = []\n"
     for code in runs:
         script += f"space = {{'__name__': '__main__'}}\nexec({code!r}, space)\n"
-        script += "losses.append(float(space['trainer'].callback_metrics['train_loss']))\n"
+        script += "trainer = space.get('trainer')\n"
+        script += "loss = trainer.callback_metrics['train_loss'] if trainer else space['loss'].detach()\n"
+        script += "losses.append(float(loss))\n"
     script += "print('LOSSES', *losses)\n"
     (tmp_path / "page.py").write_text(script, encoding="utf-8")
     result = run_command([sys.executable, "page.py"], cwd=tmp_path)
@@ -89,5 +93,7 @@ def test_every_diff_of_the_page_runs(tmp_path: Path) -> None:
     assert losses[0] == losses[1], "ddp and parm, bit by bit"
     assert losses[2] != losses[1]
     assert losses[3] == pytest.approx(losses[4], abs=1e-6)
-    assert len(losses) == 6
-    assert (tmp_path / "classifier.ckpt").is_dir(), "parm's checkpoint has taken the place of ddp's file"
+    assert losses[5] == pytest.approx(losses[6], abs=1e-6)
+    assert len(losses) == 8
+    for name in ("classifier.ckpt", "model.ckpt"):
+        assert (tmp_path / name).is_dir(), "parm's checkpoint has taken the place of ddp's file"
