@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +26,8 @@ class BackgroundSaves:
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._timeout = timeout
+        self._group: dist.ProcessGroup | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saves: deque[tuple[Future[None], dict[str, Tensor]]] = deque()
         self._removals: list[Future[None]] = []
@@ -39,14 +41,30 @@ class BackgroundSaves:
             RuntimeError: If an earlier save failed.
         """
         self._leave(1)
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         buffers = self._spare.pop() if self._spare else {}
         save.copy_to_cpu(buffers)
         self._saves.append((self._thread.submit(self._write, save), buffers))
 
     def _write(self, save: ShardedSave) -> None:
         self._last_failed = True
-        save.write(self._group)
+        failure = None
+        try:
+            save.write(self._group)
+        except Exception as error:
+            failure = str(error)  # not the error, whose frames would keep the group
+        if failure is not None:
+            self._leave_group()
+            raise RuntimeError(failure)
         self._last_failed = False
+
+    def _leave_group(self) -> None:
+        """Close the connections: a peer that waits in them for one that has died must fail as well."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+        gc.collect()
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Call ``remove`` when the saves on their way are whole, and never if the last of them is not."""
@@ -78,5 +96,4 @@ class BackgroundSaves:
             self.wait()
         finally:
             self._thread.shutdown()
-            if dist.is_initialized():
-                dist.destroy_process_group(self._group)
+            self._leave_group()

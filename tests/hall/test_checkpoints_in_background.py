@@ -163,9 +163,11 @@ def step_3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_kill_while_the_thread_saves_leaves_a_whole_checkpoint(
     killed_at: str, step_3: Path, tmp_path: Path, uninterrupted: list[float]
 ) -> None:
-    for target in (step_3, tmp_path / "new.ckpt"):  # over an earlier checkpoint, and where there was none
+    # over an earlier checkpoint, and where there was none
+    for target in (step_3, tmp_path / "new.ckpt") if "write" in killed_at else (step_3,):
         with pytest.raises((RuntimeError, AssertionError), match=r"died without a result|[Cc]onnection"):
             run("ep4", 6, None, strategy=ASYNC, callbacks=[SaveAt(4, target)], killed_at=killed_at)
     torch.testing.assert_close(run("ep4", 5, None, str(step_3)), uninterrupted[3:5], rtol=0, atol=1e-9)
-    with pytest.raises(AssertionError, match=r"new\.ckpt' is incomplete: it has no 'meta\.pt'"):
-        run("ep4", 5, None, str(tmp_path / "new.ckpt"))
+    if "write" in killed_at:
+        with pytest.raises(AssertionError, match=r"new\.ckpt' is incomplete: it has no 'meta\.pt'"):
+            run("ep4", 5, None, str(tmp_path / "new.ckpt"))
