@@ -25,6 +25,7 @@ from lightning_parm.gradients import clip_by_global_norm, global_norm
 from lightning_parm.moe import Topology
 from lightning_parm.parallel import ParallelModel
 from lightning_parm.placement import moe_layers
+from lightning_parm.workers import seed_workers
 
 
 class FabricParmStrategy(DDPStrategy):
@@ -129,6 +130,10 @@ class FabricParmStrategy(DDPStrategy):
         if self._topology is None:
             return super().distributed_sampler_kwargs
         return {"num_replicas": self._topology.data_parallel_size, "rank": self._topology.data_parallel_rank}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Let workers of tensor-parallel peers, which read the same samples, draw the same random numbers."""
+        return seed_workers(dataloader, self.topology.data_parallel_rank)
 
     # ---------------------------------------------------------------- models and optimizers
 

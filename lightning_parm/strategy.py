@@ -26,6 +26,7 @@ from lightning_parm.launcher import WholeWeightsLauncher
 from lightning_parm.moe import Topology
 from lightning_parm.parallel import ParallelModel
 from lightning_parm.placement import check_groups, moe_layers
+from lightning_parm.workers import seed_workers
 
 
 class ParmStrategy(CheckpointingStrategy):
@@ -161,6 +162,10 @@ class ParmStrategy(CheckpointingStrategy):
         if self._topology is None:
             return super().distributed_sampler_kwargs
         return {"num_replicas": self._topology.data_parallel_size, "rank": self._topology.data_parallel_rank}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let workers of tensor-parallel peers, which read the same samples, draw the same random numbers."""
+        return seed_workers(dataloader, self.topology.data_parallel_rank)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce over ``group``, by default over data-parallel ranks: tensor-parallel peers hold duplicates."""
