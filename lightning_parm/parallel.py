@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parm.automatic import AutomaticSchedule
@@ -141,8 +143,15 @@ class ParallelModel:
         """Every parameter by name, as :meth:`as_dtensors`."""
         return self.as_dtensors(dict(self.module.named_parameters()))
 
+    def make_buffers_equal(self) -> None:
+        """Give every rank the first one's buffers, those of the state; statistics of a batch norm are a rank's own."""
+        for name, value in self.module.state_dict().items() if self.topology.world_size > 1 else ():
+            if isinstance(value, Tensor) and not isinstance(value, DTensor) and name not in self.placements:
+                dist.broadcast(value, 0)
+
     def state_dict(self) -> dict[str, Any]:
-        """The module's state for a sharded checkpoint."""
+        """The module's state for a sharded checkpoint; every rank must call it."""
+        self.make_buffers_equal()
         return self.as_dtensors(self.module.state_dict())
 
     def whole_state_dict(self, keep: bool) -> dict[str, Any]:

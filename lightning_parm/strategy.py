@@ -251,6 +251,12 @@ class ParmStrategy(CheckpointingStrategy):
         """Before the second batch, choose the schedules for the sizes that the first one had."""
         self.parallel_model.before_batch()
 
+    def on_validation_start(self) -> None:
+        """Evaluate with the first rank's buffers everywhere, as ``ddp`` does."""
+        self.parallel_model.make_buffers_equal()
+
+    on_test_start = on_predict_start = on_validation_start
+
     def teardown(self) -> None:
         """Leave the module without hooks, so that another Trainer may take it."""
         if self._parallel is not None:

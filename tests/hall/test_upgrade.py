@@ -11,9 +11,10 @@ import torch
 from data.corpora import write_arrow
 from distributed import run_command, run_ranks
 from hall.models import RecordingGPT, small_gpt
-from hall.trainers import OrderedTokens, make_trainer
+from hall.trainers import OrderedTokens, RandomTokens, make_trainer
 from test_documentation import PRELUDE
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 PAGE = Path(__file__).parents[2] / "docs" / "upgrade.md"
 
@@ -35,10 +36,14 @@ class Dense(RecordingGPT):
         return self.head(self.norm(x))
 
 
-def fit(rank: int, world_size: int, strategy: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def fit(
+    rank: int, world_size: int, strategy: str, options: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor], float]:
     model = small_gpt(cls=Dense, num_experts=0)
-    make_trainer(rank, world_size, strategy, max_steps=6, max_epochs=-1, **options).fit(model, OrderedTokens(48, 8))
-    return model.losses, {name: value.detach() for name, value in model.state_dict().items() if "running" not in name}
+    trainer = make_trainer(rank, world_size, strategy, max_steps=6, max_epochs=-1, **options)
+    trainer.fit(model, OrderedTokens(48, 8))
+    (validated,) = trainer.validate(model, DataLoader(RandomTokens(8), batch_size=4), verbose=False)
+    return model.losses, {name: value.detach() for name, value in model.state_dict().items()}, validated["val_loss"]
 
 
 @pytest.mark.filterwarnings("ignore:.*find_unused_parameters")
@@ -46,17 +51,19 @@ def fit(rank: int, world_size: int, strategy: str, options: dict[str, Any]) -> t
     "options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}]
 )
 def test_two_ranks_compute_what_ddp_computes_bit_by_bit(options: dict[str, Any]) -> None:
-    for (losses, weights), (ours, our_weights) in zip(
+    for (losses, state, val_loss), (ours, our_state, our_val_loss) in zip(
         run_ranks(2, fit, "ddp", options), run_ranks(2, fit, "parm", options), strict=True
     ):
         assert ours == losses
-        torch.testing.assert_close(our_weights, weights, rtol=0, atol=0)
+        assert our_val_loss == val_loss
+        # ddp leaves other statistics on other ranks until they evaluate; after that all have the first rank's
+        torch.testing.assert_close(our_state, state, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("world_size", "options"), [(2, {"gradient_clip_val": 0.5}), (4, {})])
 def test_clipping_and_more_ranks_are_the_same_to_rounding(world_size: int, options: dict[str, Any]) -> None:
-    losses, _ = run_ranks(world_size, fit, "ddp", options)[0]
-    ours, _ = run_ranks(world_size, fit, "parm", options)[0]
+    losses, *_ = run_ranks(world_size, fit, "ddp", options)[0]
+    ours, *_ = run_ranks(world_size, fit, "parm", options)[0]
     torch.testing.assert_close(ours, losses, rtol=0, atol=1e-6)
 
 
