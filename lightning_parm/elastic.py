@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,7 +24,7 @@ class Position:
         self.is_loaded = False
         self._base_samples = 0
         self._base_batches = 0
-        self._resumed_in_epoch = 0
+        self._resumed_in_epoch: int | None = None  # until the loader is made
         self._carried = (-1, 0, 0)  # the resumed epoch, and its batches and samples before the resume
 
     def consumed(self, trainer: pl.Trainer | None, samples_per_step: int) -> int:
@@ -49,8 +50,11 @@ class Position:
         When the optimizer asked for the number of steps, Lightning has not restored its loops yet at this point; then
         the epoch keeps its number of batches, and no sample is lost or repeated either.
         """
-        samples, self._resumed_in_epoch = self._resumed_in_epoch, 0
-        if trainer is None or not samples or _processed(trainer) != self._base_batches:
+        samples, self._resumed_in_epoch = self._resumed_in_epoch, None
+        if trainer is None or samples is None or _processed(trainer) != self._base_batches:
+            return
+        if samples == 0:
+            _begin_next_epoch(trainer)
             return
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         shift = samples // samples_per_step - progress.processed
@@ -69,6 +73,16 @@ class Position:
         if epoch != trainer.current_epoch:
             batches = samples = 0
         return samples + (int(progress.processed) - batches) * samples_per_step
+
+
+def _begin_next_epoch(trainer: pl.Trainer) -> None:
+    """Tell Lightning that an epoch which was finished when the checkpoint was taken is finished.
+
+    Where ``max_steps`` is set it would go on in that epoch, one batch past its end, and count all later ones too low.
+    """
+    epoch: Any = trainer.fit_loop.epoch_progress.current
+    if epoch.ready == epoch.started == epoch.processed:
+        _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]
 
 
 def _processed(trainer: pl.Trainer | None) -> int:

@@ -21,13 +21,12 @@ pytestmark = pytest.mark.filterwarnings(
 class Recorder(pl.LightningModule):
     """Learns nothing and writes down which samples it saw."""
 
-    def __init__(self, ask_for_total_steps: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.seen: list[int] = []
         self.evaluated: list[int] = []
         self.epoch_ends: list[int] = []
-        self.ask_for_total_steps = ask_for_total_steps
 
     def training_step(self, batch, batch_idx):
         self.seen += batch["sample_index"].tolist() if isinstance(batch, dict) else batch.tolist()
@@ -42,8 +41,6 @@ class Recorder(pl.LightningModule):
     test_step = validation_step
 
     def configure_optimizers(self):
-        if self.ask_for_total_steps:
-            assert self.trainer.estimated_stepping_batches > 0
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -70,11 +67,11 @@ def saver(tmp_path, **options):
     return pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **options)
 
 
-def save_and_resume(tmp_path, folder, step, first, then, module=None, every=None, **resumed_data):
+def save_and_resume(tmp_path, folder, step, first, then, **resumed_data):
     """Train, then resume from the checkpoint of one step with another data module; return what the second run saw."""
-    callback = saver(tmp_path, **(every or {"every_n_train_steps": step}))
+    callback = saver(tmp_path, every_n_train_steps=step)
     trainer(tmp_path, callback, **first).fit(Recorder(), data(folder, **resumed_data.pop("data", {})))
-    module = module or Recorder()
+    module = Recorder()
     trainer(tmp_path, **then).fit(module, data(folder, **resumed_data), ckpt_path=tmp_path / f"step={step}.ckpt")
     return module
 
@@ -95,40 +92,6 @@ def test_an_epoch_ends_where_it_would_have_after_a_rescale(tmp_path, folder):
     first, second = module.epoch_ends
     assert abs(24 + first - epoch) <= 3
     assert abs(second - first - epoch) <= 3
-
-
-@pytest.mark.parametrize("sized", [True, False])
-def test_at_the_end_of_an_epoch_that_was_cut_short(tmp_path, folder, sized):
-    every = {"every_n_epochs": 1}
-    short = {"limit_train_batches": 6}
-    module = save_and_resume(
-        tmp_path, folder, 6, {**short, "max_epochs": 1}, {**short, "max_epochs": 3}, every=every, sized=sized
-    )
-    assert module.seen == list(range(24, 72))
-    assert module.epoch_ends == [24, 48]
-
-
-def test_at_the_end_of_an_epoch_with_max_steps_and_max_epochs(tmp_path, folder):
-    every, short = {"every_n_epochs": 1}, {"limit_train_batches": 6}
-    first, then = {**short, "max_steps": 6}, {**short, "max_steps": 18}
-    assert save_and_resume(tmp_path, folder, 6, first, then, every=every).seen == list(range(24, 72))
-
-
-def test_when_the_optimizer_asks_for_the_number_of_steps(tmp_path, folder):
-    module = save_and_resume(
-        tmp_path, folder, 5, {"max_steps": 7}, {"max_epochs": 1}, Recorder(ask_for_total_steps=True)
-    )
-    assert module.seen == list(range(20, 128))
-
-
-def test_with_accumulation(tmp_path, folder):
-    first, then = ({"max_steps": steps, "accumulate_grad_batches": 2} for steps in (3, 6))
-    assert save_and_resume(tmp_path, folder, 2, first, then).seen == list(range(16, 48))
-
-
-def test_with_max_steps_inside_one_epoch(tmp_path, folder):
-    first, then = {"max_steps": 5, "max_epochs": 1}, {"max_steps": 9, "max_epochs": 1}
-    assert save_and_resume(tmp_path, folder, 4, first, then).seen == list(range(16, 36))
 
 
 def test_several_epochs_never_repeat_a_sample_and_know_their_length(tmp_path, folder):
