@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from lightning_parm.cache import cache_folder
 from lightning_parm.moe import MoE, Topology
 from lightning_parm.moe.calibrate import calibrate
-from lightning_parm.moe.choice import Choice, choose
+from lightning_parm.moe.choice import Choice, candidates, choose_for
+from lightning_parm.moe.cost import Workload
 from lightning_parm.moe.links import Links
 from lightning_parm.moe.prediction import Candidate
 from lightning_parm.placement import moe_layers
+from lightning_parm.trial import Trial
 
 log = logging.getLogger("lightning.pytorch")
 
@@ -31,11 +33,16 @@ class AutomaticSchedule:
         module: The model; its layers run their defaults until :meth:`decide`.
         topology: Sizes and groups.
         fixed: ``(schedule, transport, chunks)`` as the user gave them, ``"auto"`` for what is to be chosen.
+        verify_steps: Batches for which each of the two best candidates is timed; 0 trusts the prediction.
     """
 
-    def __init__(self, module: nn.Module, topology: Topology, fixed: tuple[Any, Any, Any]) -> None:
+    def __init__(
+        self, module: nn.Module, topology: Topology, fixed: tuple[Any, Any, Any], verify_steps: int = 0
+    ) -> None:
         self._topology = topology
         self._fixed = fixed
+        self._verify_steps = verify_steps
+        self._trial: Trial | None = None
         self._batches = 0
         self._layers = list(moe_layers(module))
         self._seen = [(0, 4)] * len(self._layers)  # tokens and bytes of an element, by layer
@@ -44,18 +51,24 @@ class AutomaticSchedule:
         ]
 
     @classmethod
-    def watch(cls, module: nn.Module, topology: Topology, fixed: tuple[Any, Any, Any]) -> AutomaticSchedule | None:
+    def watch(
+        cls, module: nn.Module, topology: Topology, fixed: tuple[Any, Any, Any], verify_steps: int = 0
+    ) -> AutomaticSchedule | None:
         """Begin, if there is anything to choose: a layer that communicates, and a choice the user left open."""
         communicates = topology.fused_size > 1 or topology.tensor_parallel_size > 1
         if communicates and "auto" in fixed and fixed[0] != "baseline" and any(True for _ in moe_layers(module)):
-            return cls(module, topology, fixed)
+            return cls(module, topology, fixed, verify_steps)
         return None
 
     def before_batch(self, device: torch.device) -> None:
         """Call before every batch; the second call decides, on every rank alike whatever the first batch held."""
         self._batches += 1
         if self._batches == 2:
-            self.decide(device)
+            choices = self.decide(device)
+            if self._verify_steps:
+                self._trial = self._try_two(choices, device)
+        elif self._trial is not None and self._trial.before_batch():
+            self._trial = None
 
     def _note(self, index: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -76,36 +89,49 @@ class AutomaticSchedule:
         self.remove()
         seen = torch.tensor(self._seen, device=device)
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)  # ranks may hold batches of different sizes
-        links = links or calibrate(self._topology, device, cache_folder())
-        choices: list[Any] = [
-            self._choose(layer, int(tokens), int(element_bytes), links)
+        workloads = [
+            self._workload(layer, int(tokens), int(element_bytes))
             for (_, layer), (tokens, element_bytes) in zip(self._layers, seen.tolist(), strict=True)
         ]
+        largest = max(work.largest_bytes for work in workloads)
+        links = links or calibrate(self._topology, device, cache_folder(), largest_bytes=largest)
+        choices: list[Any] = [choose_for(work, links, allowed=self._allowed) for work in workloads]
         dist.broadcast_object_list(choices, 0)  # equal anyway; this makes it certain
         for (_, layer), choice in zip(self._layers, choices, strict=True):
             layer.schedule, layer.transport, layer.chunks = choice.candidate
         self._report(choices)
         return choices
 
-    def _choose(self, layer: MoE, tokens: int, element_bytes: int, links: Links) -> Choice:
-        def allowed(candidate: Candidate) -> bool:
-            return all(fixed in ("auto", value) for fixed, value in zip(self._fixed, candidate, strict=True))
+    def _allowed(self, candidate: Candidate) -> bool:
+        return all(fixed in ("auto", value) for fixed, value in zip(self._fixed, candidate, strict=True))
 
-        return choose(
-            self._topology,
-            tokens,
-            layer.model_dim,
-            layer.hidden_dim,
-            layer.num_experts,
-            layer.top_k,
-            layer.capacity_factor,
-            links,
+    def _workload(self, layer: MoE, tokens: int, element_bytes: int) -> Workload:
+        return Workload(
+            num_tokens=tokens,
+            model_dim=layer.model_dim,
+            hidden_dim=layer.hidden_dim,
+            num_experts=layer.num_experts,
+            top_k=layer.top_k,
+            tensor_parallel_size=self._topology.tensor_parallel_size,
+            expert_parallel_size=self._topology.expert_parallel_size,
+            expert_shard_size=self._topology.expert_shard_size,
+            capacity_factor=layer.capacity_factor,
             static_shapes=layer.static_shapes,
-            element_bytes=element_bytes,
-            num_matrices=3 if layer.experts.activation == "swiglu" else 2,
             sequence_parallel=layer.sequence_parallel,
-            allowed=allowed,
+            num_matrices=3 if layer.experts.activation == "swiglu" else 2,
+            element_bytes=element_bytes,
         )
+
+    def _try_two(self, choices: list[Choice], device: torch.device) -> Trial | None:
+        """A trial of every layer's best candidate against every layer's second best, if any layer has one."""
+        seconds = []
+        for choice in choices:
+            possible = [each for each in candidates(self._topology) if self._allowed(each)]
+            others = sorted(possible, key=lambda each: choice.seconds[each])
+            seconds.append(next((each for each in others if each != choice.candidate), choice.candidate))
+        best = [choice.candidate for choice in choices]
+        layers = [layer for _, layer in self._layers]
+        return None if seconds == best else Trial(layers, (best, seconds), self._verify_steps, device)
 
     @rank_zero_only
     def _report(self, choices: list[Choice]) -> None:

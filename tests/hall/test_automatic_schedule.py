@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from distributed import run_ranks
@@ -13,6 +14,8 @@ from lightning_parm import ParmStrategy
 from lightning_parm.automatic import AutomaticSchedule
 from lightning_parm.cache import cache_folder
 from lightning_parm.moe.layer import MoE
+from lightning_parm.moe.prediction import Candidate
+from lightning_parm.trial import Trial
 
 MP2_EP2 = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_shard_size": 2}
 
@@ -54,6 +57,63 @@ def test_what_the_user_fixed_stays() -> None:
     for _, choices in run_ranks(4, fit, {**MP2_EP2, **fixed}, True):
         assert {choice[:2] for choice in choices} == {("s2", "two_hop")}
         assert all(isinstance(chunks, int) for _, _, chunks in choices)
+
+
+def run_trial(rank: int, world_size: int, seconds: list[list[float]]) -> tuple[list[str], Any]:
+    """Batches that take so long on this rank under the one setting and under the other."""
+    layers = [MoE(4, 8, 2)]
+    candidates = (Candidate("s1", "fused", 1), Candidate("s2", "two_hop", 2))
+    trial = Trial(layers, tuple([each] for each in candidates), 4, torch.device("cpu"))
+    clock, seen = 0.0, []
+    trial._now = lambda: clock  # type: ignore[method-assign]
+    trial._begin()
+    for _ in range(100):
+        seen.append(layers[0].schedule)
+        clock += seconds[rank][("s1", "s2").index(layers[0].schedule)]
+        if trial.before_batch():
+            break
+    return seen, (layers[0].schedule, layers[0].transport, layers[0].chunks)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "faster"),
+    [
+        ([[1.0, 2.0], [1.0, 2.0]], ("s1", "fused", 1)),
+        ([[2.0, 1.0], [2.0, 1.0]], ("s2", "two_hop", 2)),
+        ([[1.0, 2.0], [4.0, 3.0]], ("s2", "two_hop", 2)),  # the slowest rank decides
+    ],
+)
+def test_a_trial_gives_both_settings_equal_shares_and_keeps_the_faster_on_all_ranks(
+    seconds: list[list[float]], faster: tuple[str, str, int]
+) -> None:
+    for seen, kept in run_ranks(2, run_trial, seconds):
+        assert seen == ["s1", "s2", "s1", "s2", "s2", "s1", "s2", "s1", "s1", "s2"]
+        assert kept == faster
+
+
+def fit_with_trial(rank: int, world_size: int) -> tuple[list[float], list[Any], bool]:
+    model = small_gpt(torch.float64)
+    strategy = ParmStrategy(**MP2_EP2, verify_steps=1)
+    trainer = make_trainer(rank, world_size, strategy, calibrate=True, max_steps=8)
+    over = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            over.append(strategy.parallel_model._automatic._trial is None)
+
+    trainer.callbacks.append(Watch())
+    trainer.fit(model, OrderedTokens(64, 8))
+    layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
+    return model.losses, [(layer.schedule, layer.transport, layer.chunks) for layer in layers], over
+
+
+def test_two_candidates_are_timed_on_real_batches_and_no_number_changes() -> None:
+    expected = run_ranks(4, fit, {**MP2_EP2, "schedule": "s1"}, False)[0][0]
+    results = run_ranks(4, fit_with_trial)
+    for losses, choices, over in results:
+        torch.testing.assert_close(losses[:4], expected, rtol=0, atol=1e-10)
+        assert choices == results[0][1]
+        assert over == [True, False, False, False, False, True, True, True], "batches 2 to 5 are the trial's"
 
 
 def test_nothing_is_measured_where_nothing_is_open() -> None:
