@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import threading
+import time
 from pathlib import Path
 
 import fsspec
@@ -129,6 +130,27 @@ def test_fetches_at_the_same_moment_stay_within_the_limit_together(tmp_path):
         thread.join()
     kept = [path.stat().st_size for path in tmp_path.iterdir() if not path.name.startswith(".")]
     assert 0 < sum(kept) <= 35
+
+
+def test_training_that_is_slower_than_the_link_waits_for_the_first_block_only(tmp_path, memory, monkeypatch):
+    loader = TokenLoader(memory, **options(tmp_path))
+    read, reads = places.RemotePlace.read, []
+
+    def slow(self, name, start, stop):
+        time.sleep(0.3)
+        reads.append(name)
+        return read(self, name, start, stop)
+
+    monkeypatch.setattr(places.RemotePlace, "read", slow)
+    loader.next_batch()
+    first, at_first = loader.wait_seconds, len(reads)
+    assert first >= 0.3
+    for blocks in range(4):  # of 1, 2, 4, ... batches, each read while the one before it is used
+        time.sleep(0.6)
+        for _ in range(2 ** (blocks + 1)):
+            loader.next_batch()
+    assert len(reads) > at_first
+    assert loader.wait_seconds - first < 0.3
 
 
 class Flaky(http.server.SimpleHTTPRequestHandler):

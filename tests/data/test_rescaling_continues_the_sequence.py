@@ -74,6 +74,41 @@ def test_ranks_workers_and_batch_sizes_do_not_change_the_sequence(folder, uninte
     assert all(uninterrupted[sample] == row for sample, row in seen.items())
 
 
+def test_a_ledger_over_three_epochs_and_five_rescales(tmp_path):
+    lengths = random_lengths(5, 60, 25)
+    write_arrow(tmp_path / "0.arrow", numbered_documents(lengths), delimiter=None)
+    whole = TokenLoader(str(tmp_path), 8, 1)
+    num_shards = whole.order.readers[0].num_shards
+    share = sum(lengths) // num_shards
+    needed = num_shards * (3 * (share + 1) // 8 + 1)
+    rows, state = {}, None
+    for size, batch_size, num_workers, steps in [(4, 2, 0, 5), (2, 3, 1, 9), (3, 1, 0, 20), (7, 1, 0, 6), (1, 5, 2, 8)]:
+        ranks = [TokenLoader(str(tmp_path), 8, batch_size, r, size, num_workers=num_workers) for r in range(size)]
+        for loader in ranks if state else []:
+            loader.load_state_dict(json.loads(state))
+        rows |= run(ranks, steps)
+        state = json.dumps(ranks[-1].state_dict())
+    whole.load_state_dict(json.loads(state))
+    rows |= run([whole], needed - len(rows))
+    assert sorted(rows) == list(range(needed))
+    assert num_shards > 1
+    _, shards, numbers = whole.order.locate(np.arange(needed), whole.mixture)
+    streams = [
+        [rows[i][:-1] for i in sorted(np.flatnonzero(shards == s), key=numbers.__getitem__)] for s in range(num_shards)
+    ]
+    epochs = [[], [], []]
+    for shard, stream in enumerate(streams):
+        tokens, size = (
+            np.concatenate(stream),
+            (shard + 1) * sum(lengths) // num_shards - shard * sum(lengths) // num_shards,
+        )
+        for number, epoch in enumerate(epochs):
+            epoch += tokens[number * size : (number + 1) * size].tolist()
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(1, sum(lengths) + 1))  # none is missing and none comes twice
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
 def test_restoring_at_every_step_gives_the_rest_of_the_run(folder, uninterrupted):
     loader = loaders(folder, 1, 3)[0]
     for step in range(60):

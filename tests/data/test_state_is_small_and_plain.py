@@ -40,6 +40,14 @@ def test_under_2_kb_for_8_sources_and_100_mix_changes_and_the_same_whatever_else
     assert len(sizes) == 1
 
 
+def test_ten_times_the_documents_add_a_digit_to_each_count(tmp_path):
+    sizes = []
+    for count in (100, 1000):
+        write_arrow(tmp_path / str(count) / "0.arrow", numbered_documents([50] * count), delimiter=0)
+        sizes.append(len(json.dumps(TokenLoader(str(tmp_path / str(count)), 16, 4).state_dict())))
+    assert abs(sizes[1] - sizes[0]) <= 4  # documents, tokens, and the weight in the mix
+
+
 def test_a_hundred_changes_replay_on_resume(mixed):
     original = changed(loader(mixed), 100)
     resumed = TokenLoader(str(mixed), 16, 3, delimiter=0)
