@@ -56,6 +56,7 @@ class BackgroundSaves:
             failure = str(error)  # not the error, whose frames would keep the group
         if failure is not None:
             self._leave_group()
+            gc.collect()
             raise RuntimeError(failure)
         self._last_failed = False
 
@@ -64,7 +65,6 @@ class BackgroundSaves:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
-        gc.collect()
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Call ``remove`` when the saves on their way are whole, and never if the last of them is not."""

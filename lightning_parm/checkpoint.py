@@ -159,8 +159,9 @@ def _load_tensors(folder: Folder, shards: str, prefix: str, like: Callable[[str]
             targets[name] = torch.empty_like(wanted, dtype=dtype)
         else:
             targets[name] = torch.empty(stored.size, dtype=dtype)
-    with failures_of_ranks(f"The checkpoint {str(folder)!r} cannot be read"):
-        dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
+    alone = not dist.is_initialized()
+    with failures_of_ranks(f"The checkpoint {str(folder)!r} cannot be read", alone):
+        dcp.load(targets, storage_reader=reader, no_dist=alone)
     return {name[len(prefix) :]: value for name, value in targets.items()}
 
 
@@ -209,7 +210,7 @@ def consolidate(
     optimizers = meta.get("optimizer_states", [])
     for name, entry in stored.items():
         tensor = _room_for(entry, target.parent)
-        with failures_of_ranks(f"The checkpoint {path!r} cannot be read"):
+        with failures_of_ranks(f"The checkpoint {path!r} cannot be read", alone=True):
             dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
         kind, _, rest = name.partition(".")
         if kind == "model":

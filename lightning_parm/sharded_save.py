@@ -6,7 +6,7 @@ import io
 import uuid
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ class ShardedSave:
             RuntimeError: On every rank, if one of them cannot write; the directory is then as it was, or incomplete.
         """
         distributed = dist.is_initialized()
-        with failures_of_ranks(f"The checkpoint {str(self.folder)!r} cannot be saved"):
+        with failures_of_ranks(f"The checkpoint {str(self.folder)!r} cannot be saved", alone=not distributed):
             dcp.save(
                 self._tensors,
                 storage_writer=self.folder.writer(self._shards),
@@ -151,11 +151,12 @@ def _take_tensors(entries: dict[str, Any], prefix: str, tensors: dict[str, Tenso
 
 
 @contextmanager
-def failures_of_ranks(sentence: str) -> Generator[None, None, None]:
+def failures_of_ranks(sentence: str, alone: bool) -> Generator[None, None, None]:
     """Say in one sentence which ranks failed; every rank raises the same, and only Exceptions."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        with warnings.catch_warnings() if alone else nullcontext():  # filters belong to all threads
+            if alone:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             yield
     except CheckpointException as failed:
         rank, (error, _) = min(failed.failures.items())

@@ -30,6 +30,7 @@ TOPOLOGIES: dict[str, tuple[int, Sizes]] = {
     "ep2 esp2": (4, {"expert_parallel_size": 2, "expert_shard_size": 2}),
     "mp2 ep2 esp2": (4, {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_shard_size": 2}),
     "ep2 edp2": (4, {"expert_parallel_size": 2, "expert_shard_size": 1}),
+    "ep2 edp2 sharded": (4, {"expert_parallel_size": 2, "expert_shard_size": 1, "data_parallel": "shard"}),
 }
 
 

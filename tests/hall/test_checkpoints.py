@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from hall.continued import TOPOLOGIES, corpus, data, run
+from hall.continued import TOPOLOGIES, corpus, data, run, train
 from hall.models import small_gpt
 from hall.trainers import make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,24 +15,46 @@ from lightning_parm import ParmStrategy
 from lightning_parm.checkpoint import META
 from lightning_parm.models import GPT
 
+ON_FOUR = [name for name, (world_size, _) in TOPOLOGIES.items() if world_size == 4]
+
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> list[float]:
     return run("one process", 6)
 
 
-@pytest.fixture(scope="module", params=[n for n in TOPOLOGIES if n != "one process"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    path = str(tmp_path_factory.mktemp("saved") / "step=3.ckpt")
-    run(request.param, 3, save_to=path)
-    assert Path(path).is_dir() == (request.param != "parm on one")
-    return request.param, path
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Step 3, saved at every topology."""
+    folder = tmp_path_factory.mktemp("saved")
+    paths = {name: str(folder / f"{name.replace(' ', '-')}.ckpt") for name in ON_FOUR}
+
+    def rank_main(rank: int, world_size: int) -> None:
+        for name, path in paths.items():
+            train(rank, world_size, TOPOLOGIES[name][1], 3, path)
+
+    corpus()
+    run_ranks(4, rank_main, timeout=200)
+    assert all(Path(path).is_dir() for path in paths.values())
+    for name in ("parm on one", "one process"):
+        paths[name] = str(folder / f"{name.replace(' ', '-')}.ckpt")
+        run(name, 3, paths[name])
+        assert Path(paths[name]).is_file()
+    return paths
 
 
-@pytest.mark.parametrize("loaded_at", [n for n in TOPOLOGIES if n != "one process"])
-def test_training_continues_at_any_topology(saved: tuple[str, str], loaded_at: str, uninterrupted: list[float]) -> None:
-    losses = run(loaded_at, 6, resume_from=saved[1])
-    torch.testing.assert_close(losses, uninterrupted[3:], rtol=0, atol=1e-9)
+@pytest.mark.parametrize("loaded_at", TOPOLOGIES)
+def test_training_continues_at_any_topology(saved: dict[str, str], loaded_at: str, uninterrupted: list[float]) -> None:
+    world_size, sizes = TOPOLOGIES[loaded_at]
+    files = ["one process", "parm on one"]
+    sources = files if sizes is None else list(saved)  # without the strategy, one file is what opens
+
+    def rank_main(rank: int, world_size: int) -> dict[str, list[float]]:
+        return {name: train(rank, world_size, sizes, 6, None, saved[name]) for name in sources}
+
+    for name, losses in run_ranks(world_size, rank_main, timeout=200)[0].items():
+        told = f"saved at {name}: {losses} instead of {uninterrupted[3:]}"
+        torch.testing.assert_close(losses, uninterrupted[3:], rtol=0, atol=1e-9, msg=told)
 
 
 @pytest.mark.parametrize("saved_at", ["dp4", "mp2 ep2 esp2"])

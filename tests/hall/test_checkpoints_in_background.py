@@ -84,6 +84,13 @@ def test_training_goes_on_and_rotation_waits(tmp_path: Path, uninterrupted: list
     torch.testing.assert_close(continued, uninterrupted[4:], rtol=0, atol=1e-9)
 
 
+def test_shards_of_parameters_are_saved_too(tmp_path: Path, uninterrupted: list[float]) -> None:
+    options = {"callbacks": [every_step(tmp_path)], "enable_checkpointing": True, "strategy": ASYNC}
+    run("ep2 edp2 sharded", 3, **options)
+    continued = run("ep2 esp2", 4, None, str(tmp_path / "step=3.ckpt"))
+    torch.testing.assert_close(continued, uninterrupted[3:4], rtol=0, atol=1e-9)
+
+
 def test_two_saves_at_most_are_on_their_way(tmp_path: Path) -> None:
     copies: list[dict[str, Any]] = []
 
