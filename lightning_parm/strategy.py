@@ -59,7 +59,7 @@ class ParmStrategy(CheckpointingStrategy):
 
     Raises:
         ValueError: If the sizes do not multiply to the number of ranks; in the Trainer's constructor, before any
-            process is started.
+            process is started. If ``data_parallel`` is unknown.
 
     Example:
         >>> import lightning as L
@@ -90,6 +90,8 @@ class ParmStrategy(CheckpointingStrategy):
         async_checkpoint: bool = False,
         verify_steps: int = 0,
     ) -> None:
+        if data_parallel not in ("replicate", "shard"):
+            raise ValueError(f"data_parallel={data_parallel!r} is unknown; choose 'replicate' or 'shard'.")
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self.tensor_parallel_size = tensor_parallel_size
         self.expert_parallel_size = expert_parallel_size

@@ -78,6 +78,11 @@ def test_a_cut_sequence_and_sharded_parameters_go_together() -> None:
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
 
 
+def test_what_is_neither_replicas_nor_shards_is_refused() -> None:
+    with pytest.raises(ValueError, match="data_parallel='zero' is unknown; choose 'replicate' or 'shard'"):
+        ParmStrategy(data_parallel="zero")  # type: ignore[arg-type]
+
+
 def held(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the parts that this rank holds."""
     parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]

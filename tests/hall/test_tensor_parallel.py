@@ -92,7 +92,7 @@ class HuggingFaceModule(L.LightningModule):
         hidden = self.model.model(batch["input_ids"]).last_hidden_state
         logits = self.model.lm_head(hidden + self.moe(hidden))
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-        self.losses.append(float(loss.detach()))
+        self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")))
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -124,6 +124,11 @@ def test_the_plans_of_hugging_face_models_are_followed() -> None:
         assert plain["model.model.layers.1.mlp.down_proj.weight"] == (16, 16)
         assert plain["model.lm_head.weight"] == plain["model.model.embed_tokens.weight"] == (16, 16)
         assert not {name for name in tied if "lm_head" in name or "embed" in name}, "tied weights stay one"
+
+    for results in run_ranks(2, rank_main, {"expert_parallel_size": 1, "data_parallel": "shard"}):
+        for (losses, shapes), (alone, _) in zip(results, expected, strict=True):
+            torch.testing.assert_close(losses, alone, rtol=0, atol=1e-10)
+            assert shapes["model.model.layers.1.mlp.down_proj.weight"] == (8, 32), "half of the rows"
 
 
 def test_a_plan_that_cannot_be_followed_is_refused_with_what_would_work() -> None:
