@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_parm.bench.deepspeed_layer import DeepSpeedLayer, available
 from lightning_parm.bench.deepspeed_order import deepspeed_order
 from lightning_parm.bench.emulation import EmulatedCluster, bytes_per_second, run_emulated
 from lightning_parm.bench.limit import limit_seconds
@@ -23,6 +25,9 @@ from lightning_parm.moe.cost import Collective, Workload, collectives, total_byt
 from lightning_parm.moe.experts import Activation
 from lightning_parm.moe.links import Links
 from lightning_parm.moe.prediction import Candidate
+
+#: DeepSpeed itself, where it is installed, beside ``deepspeed``, its order of collectives on our primitives.
+DEEPSPEED = "DeepSpeed's own layer"
 
 
 def schedules(
@@ -144,9 +149,15 @@ def measure(
         )
         calibration_seconds = time.perf_counter() - started
         choice = choose_for(work, links, max_chunks)
-        every = [*comparisons(topology), *candidates(topology, max_chunks)]
+        compared = {str(each): each for each in comparisons(topology)}
+        every = {**compared, **{str(each): each for each in candidates(topology, max_chunks)}}
         runner = _Runner(topology, work, activation, device)
-        times, difference = runner.alternate(every, repetitions)
+        runs = {name: partial(runner.forward, each) for name, each in every.items()}
+        difference = runner.largest_difference(list(runs.values()))
+        if available(work):
+            every[DEEPSPEED] = compared[DEEPSPEED] = Candidate("deepspeed")
+            runs[DEEPSPEED] = partial(DeepSpeedLayer(runner.layer), runner.x)
+        times = runner.alternate(list(runs.values()), repetitions)
     finally:
         if own_group:
             dist.destroy_process_group()
@@ -154,19 +165,19 @@ def measure(
         return {"candidates": []}
     per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
     rows = []
-    for each, seconds in zip(every, times, strict=True):
+    for (name, each), seconds in zip(every.items(), times, strict=True):
         calls = _calls(each, work)
         limit = limit_seconds(calls, topology, per_node, inter or float("inf"), intra or float("inf"))
         rows.append(
             {
-                "candidate": str(each),
+                "candidate": name,
                 "median_ms": 1e3 * statistics.median(seconds),
                 "lowest_ms": 1e3 * min(seconds),
                 "highest_ms": 1e3 * max(seconds),
-                "predicted_ms": 1e3 * choice.seconds[each],
+                "predicted_ms": None if name == DEEPSPEED else 1e3 * choice.seconds[each],
                 "limit_ms": 1e3 * limit,
                 "sent_bytes": total_bytes(calls),
-                "compared_only": each in comparisons(topology),
+                "compared_only": name in compared,
             }
         )
     medians = {row["candidate"]: row["median_ms"] for row in rows}
@@ -220,44 +231,47 @@ class _Runner:
         self.gradient = torch.randn(work.num_tokens, work.model_dim, device=device)
         self.device = device
 
-    def alternate(self, every: list[Candidate], repetitions: int) -> tuple[list[list[float]], float]:
-        """Seconds of every repetition of every candidate, and the largest difference between their results."""
-        times: list[list[float]] = [[] for _ in every]
-        results = [self.results(each) for each in every]  # also warms up
-        difference = max(
-            float((value - first).abs().max())
-            for result in results
-            for value, first in zip(result, results[0], strict=True)
-        )
-        for repetition in range(repetitions):
-            order = range(len(every)) if repetition % 2 else reversed(range(len(every)))
+    def forward(self, candidate: Candidate) -> Tensor:
+        if candidate.schedule == "deepspeed":
+            return deepspeed_order(self.layer, self.x)
+        self.layer.schedule, self.layer.transport, self.layer.chunks = candidate.schedule, *candidate[1:]
+        y: Tensor = self.layer(self.x)
+        return y
+
+    def largest_difference(self, runs: list[Callable[[], Tensor]]) -> float:
+        """Between the outputs and gradients of any two runs, over all ranks."""
+        results = []
+        for run in runs:
+            self.clear()
+            y = run()
+            y.backward(self.gradient)
+            results.append((y.detach(), _gradient(self.x), _gradient(self.layer.experts.w_in)))
+        pairs = [pair for result in results for pair in zip(result, results[0], strict=True)]
+        largest = torch.stack([(value - first).abs().max() for value, first in pairs]).max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return float(largest)
+
+    def alternate(self, runs: list[Callable[[], Tensor]], repetitions: int) -> list[list[float]]:
+        """The slowest rank's seconds of every repetition of every run; one more of each comes first, to warm up."""
+        times: list[list[float]] = [[] for _ in runs]
+        for repetition in range(repetitions + 1):
+            order = range(len(runs)) if repetition % 2 else reversed(range(len(runs)))
             for index in order:
-                self.layer.zero_grad()
-                self.x.grad = None
+                self.clear()
                 self.synchronize()
                 dist.barrier()
                 started = time.perf_counter()
-                self.step(every[index])
+                runs[index]().backward(self.gradient)
                 self.synchronize()
-                times[index].append(time.perf_counter() - started)
-        slowest = torch.tensor([[difference] * repetitions, *times], dtype=torch.float64, device=self.device)
+                if repetition:
+                    times[index].append(time.perf_counter() - started)
+        slowest = torch.tensor(times, dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return slowest[1:].tolist(), float(slowest[0, 0])
+        return slowest.tolist()
 
-    def step(self, candidate: Candidate) -> Tensor:
-        if candidate.schedule == "deepspeed":
-            y = deepspeed_order(self.layer, self.x)
-        else:
-            self.layer.schedule, self.layer.transport, self.layer.chunks = candidate.schedule, *candidate[1:]
-            y = self.layer(self.x)
-        y.backward(self.gradient)
-        return y
-
-    def results(self, candidate: Candidate) -> tuple[Tensor, Tensor, Tensor]:
+    def clear(self) -> None:
         self.layer.zero_grad()
         self.x.grad = None
-        y = self.step(candidate)
-        return y.detach(), _gradient(self.x), _gradient(self.layer.experts.w_in)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -286,7 +300,7 @@ def render(result: dict[str, Any]) -> Any:
         name = row["candidate"] + (" (compared only)" if row["compared_only"] else "")
         table.add_row(
             name,
-            *(f"{value:.1f}" for value in columns),
+            *("" if value is None else f"{value:.1f}" for value in columns),
             f"{row['sent_bytes'] / 1e6:.2f}",
             f"{row['median_ms'] / chosen['median_ms']:.2f}x",
             style="bold green" if row is chosen else None,
@@ -316,7 +330,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
     ]
     names = [row["candidate"] + (" *" if row["candidate"] == result["choice"] else "") for row in rows]
     axes.barh(names, medians, xerr=spread, color="#9ecae1", label="measured: median and range")
-    axes.plot(value("predicted_ms"), names, "o", color="#d94801", label="predicted")
+    axes.plot([float("nan") if ms is None else ms for ms in value("predicted_ms")], names, "o", color="#d94801")
+    axes.lines[-1].set_label("predicted")
     axes.plot(value("limit_ms"), names, "|", color="black", markersize=12, label="what the links allow")
     axes.set_xlabel("ms, forward + backward (* chosen)")
     axes.legend()

@@ -1,6 +1,7 @@
 """The benchmark of schedules: equal results from all orders, the physical limit, and one run on an emulated cluster."""
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,14 @@ import torch
 from distributed import run_ranks
 from rich.console import Console
 
+from lightning_parm.bench.deepspeed_layer import DeepSpeedLayer, available
 from lightning_parm.bench.deepspeed_order import deepspeed_order
 from lightning_parm.bench.emulation import why_unavailable
 from lightning_parm.bench.limit import limit_seconds
 from lightning_parm.bench.schedules import render, schedules
 from lightning_parm.bench.training import training
 from lightning_parm.moe import MoE, Topology
-from lightning_parm.moe.cost import Collective
+from lightning_parm.moe.cost import Collective, Workload
 from lightning_parm.moe.links import PUBLISHED_32_GPUS
 
 REASON = why_unavailable()
@@ -46,17 +48,52 @@ def test_the_order_of_deepspeed_computes_the_same_layer(static: bool) -> None:
     assert max(run_ranks(4, compare_orders, static)) < 1e-12
 
 
-def refuse(rank: int, world_size: int) -> str:
+def refuse(rank: int, world_size: int) -> None:
     layer = MoE(8, 8, 2).parallelize(Topology(world_size, rank, 2, 2, 1))
-    with pytest.raises(
-        ValueError, match="needs tensor_parallel_size = expert_shard_size, but they are 2 and 1"
-    ) as error:
-        deepspeed_order(layer, torch.zeros(2, 8))
-    return str(error.value)
+    for start in (lambda: deepspeed_order(layer, torch.zeros(2, 8)), lambda: DeepSpeedLayer(layer)):
+        with pytest.raises(ValueError, match="needs tensor_parallel_size = expert_shard_size, but they are 2 and 1"):
+            start()
+    layer.topology = Topology.local()
+    with pytest.raises(ValueError, match="compared with a capacity_factor only; this layer has None"):
+        DeepSpeedLayer(layer)
+
+
+def test_deepspeeds_own_layer_is_timed_only_where_it_exists() -> None:
+    fits = {"num_tokens": 32, "model_dim": 8, "hidden_dim": 8, "num_experts": 2, "top_k": 1, "capacity_factor": 1.0}
+    sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_shard_size": 2, "static_shapes": True}
+    assert available(Workload(**fits, **sizes)) == (find_spec("deepspeed") is not None)
+    for change in ({"expert_shard_size": 1}, {"static_shapes": False}, {"num_tokens": 34}):
+        assert not available(Workload(**{**fits, **sizes, **change}))
 
 
 def test_the_order_of_deepspeed_needs_equal_sizes() -> None:
     run_ranks(2, refuse)
+
+
+def compare_layers(rank: int, world_size: int) -> float:
+    topology = Topology(world_size, rank, 2, 2, 2)
+    torch.manual_seed(0)
+    layer = MoE(
+        8, 12, 4, 1, 8.0, "gelu", normalize_weights=False, static_shapes=True, num_shared_experts=0
+    ).parallelize(topology, "plain")
+    theirs = DeepSpeedLayer(layer)
+    with torch.no_grad():
+        layer.router.weight.copy_(theirs.layer.deepspeed_moe.gate.wg.weight)
+    torch.manual_seed(topology.data_parallel_rank)
+    x = torch.randn(6, 8, requires_grad=True)
+    results = []
+    for run in (layer, theirs):
+        x.grad = None
+        y = run(x)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad))
+    return max(float((ours - other).abs().max()) for ours, other in zip(*results, strict=True))
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install -e '.[bench]'")
+@pytest.mark.filterwarnings("ignore")  # not ours
+def test_deepspeeds_own_layer_computes_the_same_from_the_same_weights() -> None:
+    assert max(run_ranks(4, compare_layers, timeout=180)) < 1e-5
 
 
 def test_the_limit_counts_what_the_busiest_link_must_carry() -> None:
