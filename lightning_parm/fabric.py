@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_parm.fabric_checkpoint import load_state, save_state
+from lightning_parm.checkpoint import is_sharded
+from lightning_parm.fabric_checkpoint import by_keys, load_state, save_state
 from lightning_parm.gradients import clip_by_global_norm, global_norm
 from lightning_parm.moe import Topology
 from lightning_parm.parallel import ParallelModel
@@ -282,7 +282,7 @@ class FabricParmStrategy(DDPStrategy):
         converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
         modules = [key for key in converted if isinstance(state[key], nn.Module)]
         optimizers = [key for key in converted if isinstance(state[key], Optimizer) and self._owner(state[key])]
-        save_state(path, converted, modules, optimizers, self.broadcast)
+        save_state(path, converted, modules, optimizers, self.broadcast, storage_options)
 
     def load_checkpoint(
         self,
@@ -297,12 +297,12 @@ class FabricParmStrategy(DDPStrategy):
             KeyError: If ``strict`` and the checkpoint lacks something that ``state`` asks for.
         """
         wanted = state if isinstance(state, dict) else {}
-        if Path(path).is_dir():
+        if is_sharded(path):
             owners = {key: self._owner(value) for key, value in wanted.items()}
             cut = {key: model.parameters_as_dtensors() for key, model in owners.items() if model is not None}
             checkpoint = load_state(path, cut, weights_only)
         else:
-            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            checkpoint = by_keys(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
         if isinstance(state, nn.Module | Optimizer):
             self._restore(state, checkpoint, strict)
             return {}

@@ -16,7 +16,8 @@ def save_state(
     state: Mapping[str, Any],
     modules: Sequence[str],
     optimizers: Sequence[str],
-    broadcast: Callable[[tuple[str, str]], tuple[str, str]],
+    broadcast: Callable[[Any], Any],
+    storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a state as a directory; every rank calls this.
 
@@ -26,6 +27,7 @@ def save_state(
         modules: Keys whose values are states of modules.
         optimizers: Keys whose values are states of optimizers, with names for positions.
         broadcast: Sends rank 0's object to all ranks.
+        storage_options: Of fsspec, for URLs.
     """
     tensors = {f"{key}.{name}": value for key in modules for name, value in state[key].items()}
     rest = {key: value for key, value in state.items() if key not in (*modules, *optimizers)}
@@ -34,7 +36,7 @@ def save_state(
         "optimizer_states": [state[key] for key in optimizers],
         "fabric": {"modules": list(modules), "optimizers": list(optimizers), "rest": rest},
     }
-    save_sharded(checkpoint, path, broadcast)
+    save_sharded(checkpoint, path, broadcast, storage_options)
 
 
 def load_state(
@@ -60,11 +62,21 @@ def load_state(
             f"The checkpoint {str(path)!r} was saved by a Trainer and not by fabric.save: resume it with a Trainer, or "
             "take its weights to one file with `lightning-parm consolidate` and load that."
         )
+    optimizers = checkpoint["fabric"]["optimizers"]
+    states = [load_optimizer_tensors(checkpoint, i, dict(like.get(key, {}))) for i, key in enumerate(optimizers)]
+    return by_keys({**checkpoint, "optimizer_states": states})
+
+
+def by_keys(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint under the keys that the user gave, also one that was made one file; others stay as they are."""
+    if "fabric" not in checkpoint:
+        return checkpoint
     layout = checkpoint["fabric"]
-    loaded: dict[str, Any] = dict(layout["rest"])
+    loaded: dict[str, Any] = {
+        **layout["rest"],
+        **dict(zip(layout["optimizers"], checkpoint["optimizer_states"], strict=True)),
+    }
     for key in layout["modules"]:
         prefix = f"{key}."
         loaded[key] = {n[len(prefix) :]: v for n, v in checkpoint["state_dict"].items() if n.startswith(prefix)}
-    for index, key in enumerate(layout["optimizers"]):
-        loaded[key] = load_optimizer_tensors(checkpoint, index, dict(like.get(key, {})))
     return loaded

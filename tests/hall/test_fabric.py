@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_parm import MoE, ParmStrategy
+from lightning_parm.checkpoint import consolidate
 from lightning_parm.data import TokenLoader
 from lightning_parm.fabric import FabricParmStrategy
 from lightning_parm.registration import VARIANTS
@@ -133,10 +134,12 @@ def test_a_run_on_tokens_goes_on_from_a_directory_or_a_file_on_other_sizes(tmp_p
             torch.testing.assert_close(losses, expected[:3], rtol=0, atol=1e-10)
     assert (tmp_path / "mp2.pt").is_file()
     assert (tmp_path / "mp2ep2").is_dir()
+    consolidate(str(tmp_path / "mp2ep2"), str(tmp_path / "whole.pt"))
     resumed: list[tuple[int, dict[str, Any], str]] = [
         (2, {"expert_parallel_size": 2}, "one.pt"),
         (4, MP2_EP2, "mp2.pt"),
         (2, MP2, "mp2ep2"),
+        (2, MP2, "whole.pt"),
         (1, {}, "mp2ep2"),
     ]
     for world_size, sizes, name in resumed:
