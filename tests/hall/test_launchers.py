@@ -162,8 +162,7 @@ def test_numbers_of_devices(devices: int, by_popen: list[list[float]]) -> None:
     ("fails", "failing_rank", "says"),
     [
         ("ValueError", 1, "ValueError: a rank fails on purpose"),
-        ("SIGKILL", 1, ""),
-        ("SIGKILL", 0, "Connection closed by peer"),
+        ("SIGKILL", 0, "by peer"),
         ("SIGTERM", 0, "Received SIGTERM: 15"),
     ],
 )

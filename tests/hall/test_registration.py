@@ -1,10 +1,10 @@
 """``Trainer(strategy="parm")`` works after one import, and users of the other namespace are told what to change."""
 
-import subprocess
 import sys
 
 import lightning as L
 import pytest
+from distributed import run_command
 
 from lightning_parm import ParmStrategy
 from lightning_parm.registration import VARIANTS, register
@@ -30,7 +30,7 @@ def test_registering_again_changes_nothing() -> None:
 )
 def test_a_trainer_of_the_other_namespace_gets_one_sentence(imports: str) -> None:
     script = f"{imports}\npl.Trainer(strategy='parm', accelerator='cpu', devices=2, logger=False)"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    result = run_command([sys.executable, "-c", script], timeout=120)
     assert result.returncode == 1
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith('RuntimeError: strategy="parm" needs a Trainer of `lightning`')
@@ -42,7 +42,7 @@ def test_a_module_of_the_other_namespace_gets_one_sentence() -> None:
         "import lightning_parm, lightning as L, pytorch_lightning as pl\n"
         "L.Trainer(strategy='parm', accelerator='cpu', devices=1, logger=False).fit(pl.LightningModule())"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    result = run_command([sys.executable, "-c", script], timeout=120)
     assert "You passed a `pytorch_lightning` object (LightningModule) to a `lightning.pytorch` Trainer" in result.stderr
 
 
