@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -83,7 +84,9 @@ def load_meta(path: str | Path, weights_only: bool | None = None) -> dict[str, A
 
 
 def _advice_beside(folder: Folder) -> str:
-    whole = [(other.modified(META), other) for other in folder.beside() if other.exists(META)]
+    whole: list[tuple[Any, Folder]] = []
+    with suppress(OSError):  # a store may not let its folders be listed
+        whole = [(other.modified(META), other) for other in folder.beside() if other.exists(META)]
     if not whole:
         return "Resume from an earlier checkpoint"
     return f"Resume from {str(max(whole, key=lambda pair: pair[0])[1])!r}, the latest whole one beside it,"

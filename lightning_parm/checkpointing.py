@@ -52,6 +52,11 @@ class CheckpointingStrategy(DDPStrategy):
                 "AsyncCheckpointIO writes files and a sharded checkpoint is a directory: take the plugin away and use "
                 "ParmStrategy(async_checkpoint=True), or set save_distributed_checkpoint=False."
             )
+        if self._async_checkpoint and not self._save_distributed_checkpoint:
+            raise ValueError(
+                "async_checkpoint=True writes directories and save_distributed_checkpoint=False asks for files: drop one "
+                "of them, or give the Trainer Lightning's AsyncCheckpointIO plugin, which writes files on a thread."
+            )
         super()._configure_launcher()
 
     @property

@@ -101,6 +101,8 @@ def test_one_process_saves_in_memory() -> None:
     assert [entry.split("-")[0] for entry in Folder(url).entries()] == [META, "shards"]
     remove_sharded(url)
     assert not Folder(url).exists()
+    with pytest.raises(RuntimeError, match=r"is incomplete.* Resume from an earlier checkpoint and delete"):
+        load_meta("memory://nothing.ckpt")
 
 
 @pytest.fixture

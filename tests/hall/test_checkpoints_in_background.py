@@ -1,5 +1,6 @@
 """``async_checkpoint=True``: training goes on while a checkpoint is written, and nothing is lost if it cannot be."""
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -150,12 +151,13 @@ def test_a_failure_reaches_every_rank_and_keeps_the_checkpoint_before(tmp_path: 
         run("ep4", 3, None, str(tmp_path / "step=2.ckpt"))
 
 
-CRASHES = {  # where a rank is killed by the thread that writes
-    "before the shards": "torch.distributed.checkpoint.save",
-    "while writing shards": "torch.distributed.checkpoint.FileSystemWriter.write_data",
-    "before the shards' metadata": "torch.distributed.checkpoint.FileSystemWriter.finish",
-    "before meta.pt": "lightning_parm.folder.Folder.write",
-    "before meta.pt is in place": "os.replace",
+CRASHES = {  # where a rank is killed by the thread that saves step 4 over step 3, and which of the two survives
+    "before the shards": ("torch.distributed.checkpoint.save", 3),
+    "while writing shards": ("torch.distributed.checkpoint.FileSystemWriter.write_data", 3),
+    "before the shards' metadata": ("torch.distributed.checkpoint.FileSystemWriter.finish", 3),
+    "before meta.pt": ("lightning_parm.folder.Folder.write", 3),
+    "before meta.pt is in place": ("os.replace", 3),
+    "before the old shards are removed": ("shutil.rmtree", 4),
 }
 
 
@@ -166,15 +168,18 @@ def step_3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("killed_at", CRASHES.values(), ids=CRASHES)
+@pytest.mark.parametrize(("killed_at", "survivor"), CRASHES.values(), ids=CRASHES)
 def test_a_kill_while_the_thread_saves_leaves_a_whole_checkpoint(
-    killed_at: str, step_3: Path, tmp_path: Path, uninterrupted: list[float]
+    killed_at: str, survivor: int, step_3: Path, tmp_path: Path, uninterrupted: list[float]
 ) -> None:
-    # over an earlier checkpoint, and where there was none
-    for target in (step_3, tmp_path / "new.ckpt") if "write" in killed_at else (step_3,):
+    path, fresh = tmp_path / "last.ckpt", tmp_path / "new.ckpt"
+    shutil.copytree(step_3, path)
+    # a killed rank's peers may report the broken connection first
+    for target in (path, fresh) if "write" in killed_at else (path,):
         with pytest.raises((RuntimeError, AssertionError), match=r"died without a result|[Cc]onnection"):
             run("ep4", 6, None, strategy=ASYNC, callbacks=[SaveAt(4, target)], killed_at=killed_at)
-    torch.testing.assert_close(run("ep4", 5, None, str(step_3)), uninterrupted[3:5], rtol=0, atol=1e-9)
+    continued = run("ep4", survivor + 1, None, str(path))
+    torch.testing.assert_close(continued, uninterrupted[survivor : survivor + 1], rtol=0, atol=1e-9)
     if "write" in killed_at:
         with pytest.raises(AssertionError, match=r"new\.ckpt' is incomplete: it has no 'meta\.pt'"):
-            run("ep4", 5, None, str(tmp_path / "new.ckpt"))
+            run("ep4", 5, None, str(fresh))

@@ -162,6 +162,9 @@ def test_an_exception_on_one_rank_leaves_nothing_that_looks_whole(
 def test_lightnings_async_plugin(tmp_path: Path, uninterrupted: list[float]) -> None:
     with pytest.raises(ValueError, match=r"take the plugin away and use ParmStrategy\(async_checkpoint=True\)"):
         L.Trainer(strategy=ParmStrategy(), accelerator="cpu", devices=2, plugins=[AsyncCheckpointIO()], logger=False)
+    neither = ParmStrategy(async_checkpoint=True, save_distributed_checkpoint=False)
+    with pytest.raises(ValueError, match=r"drop one of them, or give the Trainer Lightning's AsyncCheckpointIO"):
+        L.Trainer(strategy=neither, accelerator="cpu", devices=2, logger=False)
     corpus()
 
     def rank_main(rank: int, world_size: int) -> None:
