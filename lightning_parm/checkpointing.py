@@ -54,7 +54,7 @@ class CheckpointingStrategy(DDPStrategy):
             )
         if self._async_checkpoint and not self._save_distributed_checkpoint:
             raise ValueError(
-                "async_checkpoint=True writes directories and save_distributed_checkpoint=False asks for files: drop one "
+                "async_checkpoint=True writes directories, save_distributed_checkpoint=False asks for files: drop one "
                 "of them, or give the Trainer Lightning's AsyncCheckpointIO plugin, which writes files on a thread."
             )
         super()._configure_launcher()
