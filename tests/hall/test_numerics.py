@@ -58,6 +58,11 @@ class PartlyTrained(RecordingGPT):
 class Averaged(RecordingGPT):
     """Adds the validation losses, under EMA those of the averaged weights, to the list of losses."""
 
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits = self.forward(batch["input_ids"])  # past the hooks of a call, as steps may
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        self.log("val_loss", loss, sync_dist=True)
+
     def on_validation_epoch_end(self) -> None:
         self.losses.append(float(self.trainer.callback_metrics["val_loss"]))
 
