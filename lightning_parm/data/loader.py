@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,9 @@ from lightning_parm.data.sources.registry import open_sources
 from lightning_parm.data.sources.source import Source
 from lightning_parm.data.state import VERSION, check_order, check_sources, digest, mix_digest
 
+log = logging.getLogger(__name__)
+
 _ENDLESS = 1 << 62
-_DIGESTED = 2  # samples shortly before the position whose tokens a state vouches for
 
 
 class TokenLoader(IterableDataset[Batch]):
@@ -130,6 +132,14 @@ class TokenLoader(IterableDataset[Batch]):
         self._configured = as_knots(weights, names, sequence_length)
         self._configured_digest = mix_digest(self._configured, names)
         self._arrange(names, ((0, self._configured),))
+        lanes = self.order.num_lanes
+        if rank == 0 < size - 1 and lanes > 1 and samples == "windows" and lanes % self.samples_per_step:
+            log.warning(
+                "size * batch_size = %d does not divide num_logical_shards = %d, so ranks share logical shards: "
+                "every sample still comes once, but files are read by several ranks.",
+                self.samples_per_step,
+                lanes,
+            )
 
     @property
     def samples_per_step(self) -> int:
@@ -258,7 +268,7 @@ class TokenLoader(IterableDataset[Batch]):
         now = None if changed else self._digest(samples)
         if now is not None and state["digest"] not in (None, now):
             raise ValueError(
-                f"The tokens of the last samples before the checkpoint (sample {samples}) are not what they were: "
+                f"The tokens of a sample shortly before the checkpoint (sample {samples}) are not what they were: "
                 f"files have changed in place, with as many documents of the same lengths. Restore them as they were."
             )
         self._samples, self._epoch_start, self._interrupted = samples, int(state["epoch_start"]), True
@@ -290,19 +300,18 @@ class TokenLoader(IterableDataset[Batch]):
         # Two, because what one has counted helps only with later samples.
         self.mixture = Mixture(self._segments, lanes, getattr(self, "mixture", None))
         self._digest_mixture = Mixture(self._segments, lanes, getattr(self, "_digest_mixture", None))
-        self._digested: tuple[int, str] = 0, ""
+        self._digested: tuple[int, str] = -1, ""
 
     def _digest(self, samples: int) -> str | None:
-        """Return a digest of the tokens of recent samples, or nothing where reading them would use a network.
+        """Return a digest of the tokens of a recent sample, or nothing where reading it would use a network.
 
-        They lie where all lanes last began a round: always in the same two lanes, whose counts need only be continued.
+        It is the last one of the first lane: of a single lane, the counts need only be continued.
         """
         if samples < 1 or any(source.is_remote for source in self.sources):
             return None
-        stop = (samples - 1) // self.order.num_lanes * self.order.num_lanes + 1
-        if self._digested[0] != stop:
-            recent = np.arange(max(0, stop - _DIGESTED), stop)
-            self._digested = stop, digest(self.order.read(recent, self._digest_mixture)[0])
+        recent = (samples - 1) // self.order.num_lanes * self.order.num_lanes
+        if self._digested[0] != recent:
+            self._digested = recent, digest(self.order.read(np.array([recent]), self._digest_mixture)[0])
         return self._digested[1]
 
     def _read(self, start: int, stride: int, num_workers: int) -> BlockReader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -153,6 +154,31 @@ def test_each_rank_reads_its_own_logical_shards_when_the_batch_divides_them(fold
         shards.append(set(shard[source == 0].tolist()))
     assert ranks[0].order.readers[0].num_shards == 32
     assert all(not a & b for i, a in enumerate(shards) for b in shards[:i])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_first_batch_far_into_a_run_comes_at_once(folder, num_workers):
+    saved = loaders(folder, 4, 2)[1].state_dict(samples=1_200_000)
+    seconds = []
+    for _ in range(5):
+        resumed = loaders(folder, 3, 8, num_workers)[2]
+        began = time.process_time()  # of this process alone: the machine may be busy
+        resumed.load_state_dict(saved)
+        batch = resumed.next_batch()
+        seconds.append(time.process_time() - began)
+        assert batch["sample_index"][0] == 1_200_000 + 2 * 8
+    assert min(seconds) < 0.05
+
+
+def test_a_batch_that_does_not_divide_the_shards_is_said_once(folder, caplog):
+    loaders(folder, 4, 2)
+    loaders(folder, 1, 3)
+    assert not caplog.records
+    loaders(folder, 3, 2)
+    assert [record.message for record in caplog.records] == [
+        "size * batch_size = 6 does not divide num_logical_shards = 1024, so ranks share logical shards: "
+        "every sample still comes once, but files are read by several ranks."
+    ]
 
 
 def test_iterating_starts_where_the_stream_stands(folder):

@@ -70,7 +70,7 @@ def test_taking_it_takes_well_under_a_millisecond_and_no_collective(mixed, monke
     stream = changed(loader(mixed, num_logical_shards=16), changes)
     for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier"):
         monkeypatch.setattr(torch.distributed, name, forbidden)
-    between, beginning = [], []  # of rounds of all lanes, and states that digest other samples than the one before
+    between, beginning = [], []  # of rounds of all lanes, and states that digest another sample than the one before
     for _ in range(200):
         stream.next_batch()
         digested = stream._digested
@@ -119,5 +119,7 @@ def test_bytes_changed_in_place_are_found_before_the_first_step(tmp_path):
     state = stream.state_dict()
     TokenLoader(str(tmp_path), 16, 4).load_state_dict(state)
     write_arrow(tmp_path / "0.arrow", [document + 1 for document in documents], delimiter=0)
-    with pytest.raises(ValueError, match=r"last samples before the checkpoint \(sample 20\) are not what they were"):
+    with pytest.raises(
+        ValueError, match=r"a sample shortly before the checkpoint \(sample 20\) are not what they were"
+    ):
         TokenLoader(str(tmp_path), 16, 4).load_state_dict(state)
