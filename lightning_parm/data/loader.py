@@ -133,7 +133,7 @@ class TokenLoader(IterableDataset[Batch]):
         self._configured_digest = mix_digest(self._configured, names)
         self._arrange(names, ((0, self._configured),))
         lanes = self.order.num_lanes
-        if rank == 0 < size - 1 and lanes > 1 and samples == "windows" and lanes % self.samples_per_step:
+        if rank == 0 and size > 1 and lanes > 1 and samples == "windows" and lanes % self.samples_per_step:
             log.warning(
                 "size * batch_size = %d does not divide num_logical_shards = %d, so ranks share logical shards: "
                 "every sample still comes once, but files are read by several ranks.",
