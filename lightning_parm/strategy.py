@@ -222,6 +222,8 @@ class ParmStrategy(CheckpointingStrategy):
             self.model = self._layer_sync.apply(module)
         self.model = self.precision_plugin.convert_module(self.model or module)
         self.model_to_device()
+        for copy in self._averages:
+            copy.module.to(self.root_device)  # callbacks make them before the model moves; collectives want both there
         for model in (parallel, *self._averages):
             model.make_replicas_equal()
         if self.topology.world_size > 1:
