@@ -233,7 +233,8 @@ def test_bfloat16_stays_near_the_same_run_in_one_process() -> None:
     expected = rank_main(0, 1)
     for sizes in (MP2, EP2_SHARD):
         for ours in run_ranks(4, rank_main, sizes):
-            torch.testing.assert_close(ours, expected, rtol=0, atol=0.05)  # losses of 3.5, in steps of 2^-6
+            torch.testing.assert_close(ours[:4], expected[:4], rtol=0, atol=0.02)
+            torch.testing.assert_close(ours[4:], expected[4:], rtol=0, atol=0.1)  # both in steps of 2^-8 and more
 
 
 def test_kernels_and_scalers_say_what_they_cannot_take() -> None:

@@ -32,7 +32,7 @@ def fit(
     rank: int,
     world_size: int,
     sizes: dict[str, Any] | None,
-    steps: int = 4,
+    steps: int = 3,
     resume_from: Path | None = None,
     save_to: Path | None = None,
     corpus: str | None = None,
@@ -118,7 +118,7 @@ def test_checkpoints_go_from_shards_to_replicas_and_back(tmp_path: Path) -> None
     random = np.random.default_rng(3)
     documents = [random.integers(0, 32, length).astype(np.uint16) for length in random.integers(1, 40, 100)]
     corpus = str(write_arrow(tmp_path / "tokens.arrow", documents))
-    expected, _ = losses(0, 1, None, corpus=corpus)
+    expected, _ = losses(0, 1, None, 4, corpus=corpus)
     plain, sharded, single = tmp_path / "plain.ckpt", tmp_path / "sharded.ckpt", tmp_path / "single.ckpt"
 
     def save(rank: int, world_size: int, sizes: dict[str, Any], path: Path) -> None:

@@ -20,7 +20,7 @@ from lightning_parm.models.gpt import Attention
 from lightning_parm.randomness import different_on_peers
 from lightning_parm.tensor_parallel import hugging_face_plan
 
-CLIP_AND_ACCUMULATE = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": -1, "max_steps": 4}
+CLIP_AND_ACCUMULATE = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": -1, "max_steps": 2}
 MIXED = {"moe_every": 2, "num_shared_experts": 1}  # a dense block, then a mixture
 
 
@@ -107,7 +107,7 @@ def test_the_plans_of_hugging_face_models_are_followed() -> None:
         for build in builders:
             torch.manual_seed(6)
             module = HuggingFaceModule(build())
-            trainer = make_trainer(rank, world_size, ParmStrategy(**sizes) if sizes else "auto", max_steps=4)
+            trainer = make_trainer(rank, world_size, ParmStrategy(**sizes) if sizes else "auto", max_steps=3)
             trainer.fit(module, OrderedTokens(32, 8))
             shapes = {
                 name: tuple(p.to_local().shape) for name, p in module.named_parameters() if isinstance(p, DTensor)
