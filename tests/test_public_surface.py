@@ -11,7 +11,8 @@ NAMES = {"ElasticDataModule", "ExpertLoad", "MoE", "ParmStrategy", "TokenDataMod
 PARAMETERS = {
     lightning_parm.ParmStrategy: (
         "tensor_parallel_size expert_parallel_size expert_shard_size schedule transport chunks "
-        "save_distributed_checkpoint process_group_backend timeout"
+        "save_distributed_checkpoint process_group_backend timeout start_method bucket_size_bytes calibrate "
+        "data_parallel async_checkpoint verify_steps"
     ),
     lightning_parm.Topology: "world_size rank tensor_parallel_size expert_parallel_size expert_shard_size",
     lightning_parm.MoE: (
