@@ -29,7 +29,8 @@ from lightning_parm.moe.topology import Topology
 
 #: Bytes of the smallest collective, and the least and most that the largest may have.
 _SIZES = {"cpu": (2**14, 2**18, 2**21), "cuda": (2**16, 2**22, 2**26)}
-_REPETITIONS = 5
+#: Repetitions: fewer where one takes so long that little disturbs it.
+_REPETITIONS, _LEAST_REPETITIONS, _SECONDS = 5, 3, 0.5
 _LINES: tuple[tuple[Kind, LinkAxis], ...] = (
     ("all_to_all", "expert_parallel"),
     ("all_to_all", "fused"),
@@ -107,7 +108,7 @@ def _fingerprint(topology: Topology, device: torch.device, largest: int) -> str:
     dist.all_gather_object(hosts, platform.node())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     sizes = (topology.tensor_parallel_size, topology.expert_parallel_size, topology.expert_shard_size)
-    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, largest, 2]
+    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, largest, 3]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -125,7 +126,8 @@ class _Calibration:
             lines, residual = self._lines()
             rates = self._compute_rate(), self._copy_rate()
             source = f"measured on {platform.node()}"
-            links = Links(lines, *rates, self._overlaps(), self._queued(), {}, residual, source)
+            ahead = self.device.type == "cuda"
+            links = Links(lines, *rates, self._overlaps(), self._queued(), {}, ahead, residual, source)
             return replace(links, overheads=self._overheads(links))
 
     def _time(
@@ -140,7 +142,8 @@ class _Calibration:
                 first bytes quicker than it carries a stream.
         """
         times: list[list[float]] = [[] for _ in runs]
-        for repetition in range(_REPETITIONS + 1):  # the first warms up
+        repetitions = 1
+        while len(times[0]) < repetitions:
             for run, seen in zip(runs, times, strict=True):
                 self._synchronize()
                 dist.barrier()
@@ -150,11 +153,17 @@ class _Calibration:
                 started = time.perf_counter()
                 run()
                 self._synchronize()
-                if repetition:
-                    seen.append(time.perf_counter() - started)
+                seen.append(time.perf_counter() - started)
+            if repetitions == 1:  # the first warms up, and says how many there will be
+                total = self._slowest([[sum(seen[0] for seen in times)]])[0][0]
+                repetitions = min(max(round(_SECONDS / total), _LEAST_REPETITIONS), _REPETITIONS)
+                times = [[] for _ in runs]
+        return [max(over(seen), 1e-9) for seen in self._slowest(times)]
+
+    def _slowest(self, times: list[list[float]]) -> list[list[float]]:
         slowest = torch.tensor(times, dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return [max(over(seen), 1e-9) for seen in slowest.tolist()]
+        return slowest.tolist()
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -208,7 +217,7 @@ class _Calibration:
         overlaps: dict[str, float] = {}
         matrix = torch.zeros(256, 256, device=self.device)
         (product,) = self._time(lambda: matrix @ matrix)
-        size = self.sizes[-1] / 2  # of a chunk
+        size = self.sizes[1]  # that of a chunk
         for first, second in _PAIRS:
             if self.topology.size(first[1]) == 1 or (second is not None and self.topology.size(second[1]) == 1):
                 continue

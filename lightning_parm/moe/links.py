@@ -50,6 +50,8 @@ class Links:
             two things vanishes when both run at once; 0 is nothing and 1 all of it.
         queued: For an axis, how much of a collective's alpha vanishes when it is in line behind another one along it.
         overheads: For ``"schedule/transport"``, seconds of a layer and of each further chunk that bytes do not explain.
+        host_runs_ahead: Whether the host's work for a chunk hides behind what is in flight, as where GPUs do the rest;
+            where the same cores compute and communicate it does not.
         residual: Largest relative error of the fitted lines on what they were fitted to.
         source: Where the constants are from.
 
@@ -67,6 +69,7 @@ class Links:
     overlaps: Mapping[str, float] = field(default_factory=dict)
     queued: Mapping[str, float] = field(default_factory=dict)
     overheads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    host_runs_ahead: bool = False
     residual: float = 0.0
     source: str = ""
 

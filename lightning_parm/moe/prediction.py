@@ -146,8 +146,9 @@ def _sent(links: Links, kind: Kind, axis: LinkAxis, num_bytes: float | None) -> 
 def seconds(candidate: Candidate, work: Workload, links: Links) -> float:
     """Predicted seconds of forward + backward of one layer."""
     base, each = links.overheads.get(f"{candidate.schedule}/{candidate.transport}", (0.0, 0.0))
-    more = Compute(each / 2, each / 2)  # the host's work for a further chunk, which hides behind what is in flight
-    total = base
+    hidden = each if links.host_runs_ahead else 0.0  # the host's work for a further chunk
+    more = Compute(hidden / 2, hidden / 2)
+    total = base + (each - hidden) * (candidate.chunks - 1)
     for part in steps(candidate, work, links):
         happened = moments([part[0], *([more, *chunk] for chunk in part[1:])])
         for backward in (False, True):
