@@ -8,20 +8,17 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.types import _PATH, _Stateful
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_parm.checkpoint import is_sharded
 from lightning_parm.fabric_checkpoint import by_keys, load_state, save_state
-from lightning_parm.gradients import clip_by_global_norm, global_norm
+from lightning_parm.gradients import AgreedGradScaler, clip_by_global_norm, clip_by_value, global_norm
 from lightning_parm.moe import Topology
 from lightning_parm.parallel import ParallelModel
 from lightning_parm.placement import moe_layers
@@ -174,10 +171,9 @@ class FabricParmStrategy(DDPStrategy):
 
     def _agree_on_overflows(self) -> None:
         """A gradient scaler must skip a step on all ranks or on none."""
-        precision = self.precision
-        if not isinstance(precision, MixedPrecision) or isinstance(precision.scaler, ShardedGradScaler | None):
-            return
-        precision.scaler = ShardedGradScaler(device=self.root_device.type, process_group=dist.group.WORLD)
+        scaler = getattr(self.precision, "scaler", None)
+        if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, AgreedGradScaler):
+            self.precision.scaler = AgreedGradScaler(scaler, self.root_device.type)  # type: ignore[attr-defined]
 
     # ---------------------------------------------------------------- gradients
 
@@ -229,6 +225,11 @@ class FabricParmStrategy(DDPStrategy):
                 "it, or pass error_if_nonfinite=False to go on."
             )
         return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        """Clamp the gradients of ``optimizer``."""
+        self.precision.unscale_gradients(optimizer)
+        clip_by_value(self._placed(optimizer), clip_val)
 
     def teardown(self) -> None:
         """Leave the models without hooks, so that another strategy may take them."""

@@ -14,7 +14,6 @@ from hall.trainers import ForkedEnvironment, RandomTokens, make_trainer
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -22,6 +21,7 @@ from lightning_parm import MoE, ParmStrategy
 from lightning_parm.checkpoint import consolidate
 from lightning_parm.data import TokenLoader
 from lightning_parm.fabric import FabricParmStrategy
+from lightning_parm.gradients import AgreedGradScaler
 from lightning_parm.registration import VARIANTS
 
 MP2 = {"tensor_parallel_size": 2, "expert_parallel_size": 1, "expert_shard_size": 2}
@@ -318,7 +318,7 @@ def test_gradient_scalers_agree_on_overflows() -> None:
         fabric.launch()
         model = nn.Linear(2, 2)
         model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        assert isinstance(plugin.scaler, ShardedGradScaler)
+        assert isinstance(plugin.scaler, AgreedGradScaler)
         before, scale = model.weight.detach().clone(), plugin.scaler.get_scale()
         plugin.scaler.scale(torch.ones(()))  # what makes the scaler's tensors
         model.weight.grad = torch.full((2, 2), float("inf") if rank else 1.0)
