@@ -159,7 +159,7 @@ def report(checkpoint: Path, config: dict[str, Any]) -> Table:
     import torch
 
     from lightning_parm import ExpertLoad
-    from lightning_parm.checkpoint import load_meta
+    from lightning_parm.checkpoint.directory import load_meta
 
     first, resumed = log_of("first_run"), log_of("resumed_run")
     meta = load_meta(checkpoint)

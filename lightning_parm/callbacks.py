@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_parm.datamodule import TokenDataModule
 from lightning_parm.metrics import ExpertLoad
-from lightning_parm.placement import moe_layers
+from lightning_parm.parallel.placement import moe_layers
 
 
 def _logs_now(trainer: pl.Trainer) -> bool:

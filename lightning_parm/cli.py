@@ -30,7 +30,7 @@ _TRAINER = {
 _FUNCTIONS = {
     "tokenize": ("turn text into Arrow files of tokens", "lightning_parm.data.tokenize", "tokenize"),
     "inspect": ("say what is in a folder of tokens", "lightning_parm.data.inspect", "inspect"),
-    "consolidate": ("make one file of a sharded checkpoint", "lightning_parm.checkpoint", "consolidate"),
+    "consolidate": ("make one file of a sharded checkpoint", "lightning_parm.checkpoint.directory", "consolidate"),
     "plan": ("predict times and the best parallel sizes of a cluster", "lightning_parm.plan", "plan"),
     "bench layer": ("time a mixture's layer on one device", "lightning_parm.bench.layer", "layer"),
     "bench loader": ("time the loader beside its peers", "lightning_parm.bench.loader", "loader"),

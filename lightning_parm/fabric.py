@@ -16,13 +16,13 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_parm.checkpoint import is_sharded
-from lightning_parm.fabric_checkpoint import by_keys, load_state, save_state
-from lightning_parm.gradients import AgreedGradScaler, clip_by_global_norm, clip_by_value, global_norm
+from lightning_parm.checkpoint.directory import is_sharded
+from lightning_parm.checkpoint.fabric import by_keys, load_state, save_state
 from lightning_parm.moe import Topology
-from lightning_parm.parallel import ParallelModel
-from lightning_parm.placement import moe_layers
-from lightning_parm.workers import seed_workers
+from lightning_parm.parallel.gradients import AgreedGradScaler, clip_by_global_norm, clip_by_value, global_norm
+from lightning_parm.parallel.model import ParallelModel
+from lightning_parm.parallel.placement import moe_layers
+from lightning_parm.parallel.workers import seed_workers
 
 
 class FabricParmStrategy(DDPStrategy):

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_parm.checkpointing import CheckpointingStrategy
-from lightning_parm.companions import averaged_copies, count_duplicates_once, pack_averages, unpack_averages
-from lightning_parm.gradients import AgreedGradScaler, clip_by_value
+from lightning_parm.checkpoint.trainer import CheckpointingStrategy
 from lightning_parm.launcher import WholeWeightsLauncher
 from lightning_parm.moe import Topology
-from lightning_parm.parallel import ParallelModel
-from lightning_parm.placement import check_groups, moe_layers
-from lightning_parm.workers import seed_workers
+from lightning_parm.parallel.companions import averaged_copies, count_duplicates_once, pack_averages, unpack_averages
+from lightning_parm.parallel.gradients import AgreedGradScaler, clip_by_value
+from lightning_parm.parallel.model import ParallelModel
+from lightning_parm.parallel.placement import check_groups, moe_layers
+from lightning_parm.parallel.workers import seed_workers
 
 
 class ParmStrategy(CheckpointingStrategy):

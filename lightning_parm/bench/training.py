@@ -105,7 +105,7 @@ def measure(
 
     from lightning_parm import ParmStrategy
     from lightning_parm.models import GPT
-    from lightning_parm.placement import moe_layers
+    from lightning_parm.parallel.placement import moe_layers
 
     class StepTimes(L.Callback):
         """Seconds between the ends of steps."""

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from lightning_parm.moe import MoE
-from lightning_parm.randomness import different_on_peers, tensor_parallel_mesh
+from lightning_parm.parallel.randomness import different_on_peers, tensor_parallel_mesh
 
 
 def rotate(x: Tensor, position_ids: Tensor, base: float = 10000.0) -> Tensor:

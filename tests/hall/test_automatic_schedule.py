@@ -11,11 +11,11 @@ from hall.models import small_gpt
 from hall.trainers import OrderedTokens, make_trainer
 
 from lightning_parm import ParmStrategy
-from lightning_parm.automatic import AutomaticSchedule
 from lightning_parm.cache import cache_folder
 from lightning_parm.moe.layer import MoE
 from lightning_parm.moe.prediction import Candidate
-from lightning_parm.trial import Trial
+from lightning_parm.parallel.automatic import AutomaticSchedule
+from lightning_parm.parallel.trial import Trial
 
 MP2_EP2 = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_shard_size": 2}
 

@@ -12,7 +12,7 @@ from hall.trainers import make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parm import ParmStrategy
-from lightning_parm.checkpoint import META
+from lightning_parm.checkpoint.directory import META
 from lightning_parm.models import GPT
 
 ON_FOUR = [name for name, (world_size, _) in TOPOLOGIES.items() if world_size == 4]
@@ -100,7 +100,7 @@ CRASHES = {  # where a rank is killed while it saves step 4 over step 3, and whi
     "before the shards": ("torch.distributed.checkpoint.save", 3),
     "while writing shards": ("torch.distributed.checkpoint.FileSystemWriter.write_data", 3),
     "before the shards' metadata": ("torch.distributed.checkpoint.FileSystemWriter.finish", 3),
-    "before meta.pt": ("lightning_parm.folder.Folder.write", 3),
+    "before meta.pt": ("lightning_parm.checkpoint.folder.Folder.write", 3),
     "before meta.pt is in place": ("os.replace", 3),
     "before the old shards are removed": ("shutil.rmtree", 4),
 }

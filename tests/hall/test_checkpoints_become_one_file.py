@@ -10,7 +10,7 @@ import torch
 from hall.continued import run
 
 from lightning_parm import cli
-from lightning_parm.checkpoint import consolidate, save_sharded
+from lightning_parm.checkpoint.directory import consolidate, save_sharded
 from lightning_parm.models import GPT
 
 

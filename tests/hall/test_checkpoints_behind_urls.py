@@ -12,8 +12,8 @@ from fsspec.implementations.local import LocalFileSystem
 from hall.continued import corpus, run, train
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_parm.checkpoint import META, consolidate, load_meta, load_sharded, remove_sharded, save_sharded
-from lightning_parm.folder import Folder
+from lightning_parm.checkpoint.directory import META, consolidate, load_meta, load_sharded, remove_sharded, save_sharded
+from lightning_parm.checkpoint.folder import Folder
 
 EP2 = {"expert_parallel_size": 2}
 

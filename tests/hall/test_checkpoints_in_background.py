@@ -14,8 +14,8 @@ from hall.continued import corpus, run, train
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 
-from lightning_parm import background
-from lightning_parm.checkpoint import META
+from lightning_parm.checkpoint import background
+from lightning_parm.checkpoint.directory import META
 
 EP2 = {"expert_parallel_size": 2}
 ASYNC = {"async_checkpoint": True}
@@ -155,7 +155,7 @@ CRASHES = {  # where a rank is killed by the thread that saves step 4 over step 
     "before the shards": ("torch.distributed.checkpoint.save", 3),
     "while writing shards": ("torch.distributed.checkpoint.FileSystemWriter.write_data", 3),
     "before the shards' metadata": ("torch.distributed.checkpoint.FileSystemWriter.finish", 3),
-    "before meta.pt": ("lightning_parm.folder.Folder.write", 3),
+    "before meta.pt": ("lightning_parm.checkpoint.folder.Folder.write", 3),
     "before meta.pt is in place": ("os.replace", 3),
     "before the old shards are removed": ("shutil.rmtree", 4),
 }

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader
 
 from lightning_parm import ParmStrategy, checkpointing
-from lightning_parm.checkpoint import META
+from lightning_parm.checkpoint.directory import META
 
 EP2 = {"expert_parallel_size": 2}
 

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_parm import MoE, ParmStrategy
-from lightning_parm.checkpoint import consolidate
+from lightning_parm.checkpoint.directory import consolidate
 from lightning_parm.data import TokenLoader
 from lightning_parm.fabric import FabricParmStrategy
-from lightning_parm.gradients import AgreedGradScaler
+from lightning_parm.parallel.gradients import AgreedGradScaler
 from lightning_parm.registration import VARIANTS
 
 MP2 = {"tensor_parallel_size": 2, "expert_parallel_size": 1, "expert_shard_size": 2}

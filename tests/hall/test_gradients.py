@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parm.gradients import GradientReducer, global_norm
-from lightning_parm.placement import ParameterPlacement
+from lightning_parm.parallel.gradients import GradientReducer, global_norm
+from lightning_parm.parallel.placement import ParameterPlacement
 
 TINY = 64  # bytes: nearly every parameter gets a bucket of its own
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_parm import ParmStrategy
-from lightning_parm.gradients import AgreedGradScaler
+from lightning_parm.parallel.gradients import AgreedGradScaler
 
 MP2 = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_shard_size": 1}
 EP2 = {"expert_parallel_size": 2}

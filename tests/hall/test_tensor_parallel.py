@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from lightning_parm import MoE, ParmStrategy
 from lightning_parm.models.gpt import Attention
-from lightning_parm.randomness import different_on_peers
-from lightning_parm.tensor_parallel import hugging_face_plan
+from lightning_parm.parallel.randomness import different_on_peers
+from lightning_parm.parallel.tensor_parallel import hugging_face_plan
 
 CLIP_AND_ACCUMULATE = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": -1, "max_steps": 2}
 MIXED = {"moe_every": 2, "num_shared_experts": 1}  # a dense block, then a mixture

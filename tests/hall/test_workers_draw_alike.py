@@ -12,7 +12,7 @@ from hall.trainers import make_trainer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_parm import ParmStrategy
-from lightning_parm.workers import seed_workers
+from lightning_parm.parallel.workers import seed_workers
 
 MP2 = {"tensor_parallel_size": 2}
 

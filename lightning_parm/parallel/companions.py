@@ -13,8 +13,8 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_parm.metrics import ExpertLoad
-from lightning_parm.parallel import ParallelModel
-from lightning_parm.state import full_tensors
+from lightning_parm.parallel.model import ParallelModel
+from lightning_parm.parallel.state import full_tensors
 
 _CURRENT = "current_model_state"  # WeightAveraging's key
 

@@ -19,11 +19,11 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_parm import checkpoint as sharded
-from lightning_parm.background import BackgroundSaves
+from lightning_parm.checkpoint import directory as sharded
+from lightning_parm.checkpoint.background import BackgroundSaves
+from lightning_parm.checkpoint.save import ShardedSave
 from lightning_parm.moe import Topology
-from lightning_parm.parallel import ParallelModel
-from lightning_parm.sharded_save import ShardedSave
+from lightning_parm.parallel.model import ParallelModel
 
 #: Key of a checkpoint that was taken between two optimizer steps.
 _OPEN_WINDOW = "unfinished_accumulation"

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parm.sharded_save import ShardedSave
+from lightning_parm.checkpoint.save import ShardedSave
 
 
 class BackgroundSaves:

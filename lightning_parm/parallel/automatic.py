@@ -18,8 +18,8 @@ from lightning_parm.moe.choice import Choice, candidates, choose_for
 from lightning_parm.moe.cost import Workload
 from lightning_parm.moe.links import Links
 from lightning_parm.moe.prediction import Candidate
-from lightning_parm.placement import moe_layers
-from lightning_parm.trial import Trial
+from lightning_parm.parallel.placement import moe_layers
+from lightning_parm.parallel.trial import Trial
 
 log = logging.getLogger("lightning.pytorch")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_parm.placement import ParameterPlacement
+from lightning_parm.parallel.placement import ParameterPlacement
 
 
 def optimizer_names(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:

@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from lightning_parm.folder import Folder
+from lightning_parm.checkpoint.folder import Folder
 
 META = "meta.pt"
 #: Version of the directory's layout; ``meta.pt`` carries it, and one without it is of the first.

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_parm.moe import MoE
-from lightning_parm.placement import moe_layers
+from lightning_parm.parallel.placement import moe_layers
 
 #: Hugging Face's names of styles. Norms of single heads see this rank's heads, in the last but one dim.
 STYLES: dict[str, ParallelStyle] = {

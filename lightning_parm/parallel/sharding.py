@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_parm.moe import Topology
 from lightning_parm.moe.collectives import scale_gradient
 from lightning_parm.moe.experts import Experts
-from lightning_parm.placement import moe_layers
+from lightning_parm.parallel.placement import moe_layers
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_parm.checkpoint import load_optimizer_tensors, load_sharded, save_sharded
+from lightning_parm.checkpoint.directory import load_optimizer_tensors, load_sharded, save_sharded
 
 
 def save_state(

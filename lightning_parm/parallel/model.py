@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_parm.automatic import AutomaticSchedule
-from lightning_parm.gradients import GradientReducer, clip_by_global_norm, global_norm
 from lightning_parm.moe import Topology
-from lightning_parm.placement import ParameterPlacement, make_replicas_equal, moe_layers, place_parameters
-from lightning_parm.sharding import give_back, shard, synchronise
-from lightning_parm.state import by_position, full_tensors, load_optimizer_state, optimizer_state
-from lightning_parm.tensor_parallel import cut_dense_layers
+from lightning_parm.parallel.automatic import AutomaticSchedule
+from lightning_parm.parallel.gradients import GradientReducer, clip_by_global_norm, global_norm
+from lightning_parm.parallel.placement import ParameterPlacement, make_replicas_equal, moe_layers, place_parameters
+from lightning_parm.parallel.sharding import give_back, shard, synchronise
+from lightning_parm.parallel.state import by_position, full_tensors, load_optimizer_state, optimizer_state
+from lightning_parm.parallel.tensor_parallel import cut_dense_layers
 
 
 class ParallelModel:
@@ -33,7 +33,7 @@ class ParallelModel:
         transport: Of every MoE layer.
         chunks: Of every MoE layer.
         data_parallel: ``"replicate"``, or ``"shard"`` for parameters, gradients and optimizer state in parts over the
-            ranks that hold replicas otherwise; see :mod:`lightning_parm.sharding`.
+            ranks that hold replicas otherwise; see :mod:`lightning_parm.parallel.sharding`.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parm.moe.topology import Axis
-from lightning_parm.placement import ParameterPlacement
+from lightning_parm.parallel.placement import ParameterPlacement
 
 
 def _local(tensor: Tensor) -> Tensor:

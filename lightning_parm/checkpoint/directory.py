@@ -28,9 +28,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from lightning_parm.folder import Folder
-from lightning_parm.sharded_save import FORMAT, META, ShardedSave, failures_of_ranks
-from lightning_parm.state import by_position
+from lightning_parm.checkpoint.folder import Folder
+from lightning_parm.checkpoint.save import FORMAT, META, ShardedSave, failures_of_ranks
+from lightning_parm.parallel.state import by_position
 
 
 def save_sharded(
