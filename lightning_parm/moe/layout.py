@@ -43,11 +43,16 @@ class Layout:
 
     def by_expert(self, rows: Tensor) -> Tensor:
         """Received rows ``(R, M)``, sorted by source and expert, sorted by expert instead."""
-        return rows if len(self.table) == 1 else take(rows, *self._orders)
+        return rows if self._in_order else take(rows, *self._orders)
 
     def by_source(self, rows: Tensor) -> Tensor:
         """The inverse of :meth:`by_expert`."""
-        return rows if len(self.table) == 1 else take(rows, *reversed(self._orders))
+        return rows if self._in_order else take(rows, *reversed(self._orders))
+
+    @property
+    def _in_order(self) -> bool:
+        """Rows of one source, or for one expert, are sorted by both."""
+        return len(self.table) == 1 or len(self.table[0]) == 1
 
     @cached_property
     def _orders(self) -> tuple[Tensor, Tensor]:

@@ -116,11 +116,12 @@ def _journey(transport: Transport, own: float, work: Workload, links: Links) -> 
 
 
 def _experts(num_bytes: float, work: Workload, links: Links) -> list[Step]:
-    """Received rows put in the experts' order, multiplied, and put back; twice the products in backward."""
+    """Received rows put in the order of several experts, multiplied, and put back; twice the products in backward."""
     rows = num_bytes / (work.model_dim * work.element_bytes)
     flops = 2 * rows * work.model_dim * work.hidden_dim / work.expert_shard_size * work.num_matrices
     seconds = flops / links.flops_per_second
-    return [_copy(num_bytes, links), Compute(seconds, 2 * seconds), _copy(num_bytes, links)]
+    order = [_copy(num_bytes, links)] if work.num_experts > work.expert_parallel_size else []
+    return [*order, Compute(seconds, 2 * seconds), *order]
 
 
 def _copy(num_bytes: float, links: Links) -> Compute:
