@@ -139,10 +139,12 @@ def _run_function(command: str, arguments: list[str]) -> None:
     parser = ArgumentParser(prog=f"{_PROGRAM} {command}")
     parser.add_function_arguments(function, as_positional=True, skip={"on_progress"})
     parser.add_argument("--json", action="store_true", help="print the result as JSON on one line")
-    values = parser.parse_args([_underscored(argument) for argument in arguments]).as_dict()
+    parameters = inspect.signature(function).parameters
+    switches = {f"--{name}" for name, parameter in parameters.items() if parameter.annotation in (bool, "bool")}
+    values = parser.parse_args(_switched([_underscored(argument) for argument in arguments], switches)).as_dict()
     as_json = values.pop("json")
     try:
-        if "on_progress" in inspect.signature(function).parameters:
+        if "on_progress" in parameters:
             with _progress() as on_progress:
                 result = function(**values, on_progress=on_progress)
         else:
@@ -170,6 +172,15 @@ def _underscored(argument: str) -> str:
         return argument
     name, equals, value = argument[2:].partition("=")
     return f"--{name.replace('-', '_')}{equals}{value}"
+
+
+def _switched(arguments: list[str], switches: set[str]) -> list[str]:
+    """Let ``--sweep`` alone mean ``--sweep true``."""
+    following = [*arguments[1:], "--"]
+    return [
+        f"{argument}=true" if argument in switches and after.lower() not in ("true", "false") else argument
+        for argument, after in zip(arguments, following, strict=True)
+    ]
 
 
 def _table(result: dict[str, Any]) -> Any:

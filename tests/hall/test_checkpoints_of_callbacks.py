@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader
 
-from lightning_parm import ParmStrategy, checkpointing
+from lightning_parm import ParmStrategy
+from lightning_parm.checkpoint import trainer as checkpointing
 from lightning_parm.checkpoint.directory import META
 
 EP2 = {"expert_parallel_size": 2}

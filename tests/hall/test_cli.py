@@ -50,6 +50,19 @@ def test_every_listed_function_exists() -> None:
         assert callable(getattr(__import__(module, fromlist=[function]), function))
 
 
+@pytest.mark.parametrize("typed", [("--sweep",), ("--sweep", "true"), ("--sweep=true",), ("--sweep", "--nodes", "4")])
+def test_a_switch_alone_is_switched_on(
+    typed: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(sweep: bool = False, nodes: int = 1) -> dict[str, int]:
+        """Tell the arguments."""
+        return {"sweep": int(sweep), "nodes": nodes}
+
+    monkeypatch.setattr("lightning_parm.plan.plan", told)
+    code, out, _ = called(capsys, "plan", *typed, "--json")
+    assert (code, json.loads(out)) == (0, {"sweep": 1, "nodes": 4 if "--nodes" in typed else 1})
+
+
 def test_help_comes_from_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = called(capsys, "tokenize", "--help")
     assert code == 0
