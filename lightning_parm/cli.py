@@ -176,7 +176,7 @@ def _underscored(argument: str) -> str:
 
 def _switched(arguments: list[str], switches: set[str]) -> list[str]:
     """Let ``--sweep`` alone mean ``--sweep true``."""
-    following = [*arguments[1:], "--"]
+    following = [*arguments, "--"][1:]
     return [
         f"{argument}=true" if argument in switches and after.lower() not in ("true", "false") else argument
         for argument, after in zip(arguments, following, strict=True)
