@@ -46,7 +46,8 @@ if __name__ == "__main__":
             use_distributed_sampler=False)
         trainer.fit(model, OrderedTokens(24, 8))
         weights = model.blocks[0].feed_forward.experts.w_out
-        print("EXPERTS", weights.shape[0], float(weights.detach().sum()) if {start_method!r} != "popen" else 0.0)
+        total = float(weights.detach().sum()) if {start_method!r} != "popen" else 0.0
+        sys.stdout.write(f"EXPERTS {{weights.shape[0]}} {{total}}\\n")  # at once, for ranks share the pipe
 """
 TORCHRUN = ("-m", "torch.distributed.run")
 #: What Lightning and torch say of themselves whatever the strategy.
