@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import abstractmethod
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -41,9 +42,9 @@ class CheckpointingStrategy(DDPStrategy):
     _num_meetings: int = 0
 
     @property
+    @abstractmethod
     def parallel_model(self) -> ParallelModel:
         """The module cut over the ranks."""
-        raise NotImplementedError
 
     def _configure_launcher(self) -> None:
         several = self.num_nodes * self.num_processes > 1

@@ -19,6 +19,16 @@ from hall.trainers import make_trainer
 
 from lightning_parm import ParmStrategy, TokenDataModule
 
+#: Where a rank is killed while it saves step 4 over step 3, at once or on a thread, and which of the two survives.
+CRASHES = {
+    "before the shards": ("torch.distributed.checkpoint.save", 3),
+    "while writing shards": ("torch.distributed.checkpoint.FileSystemWriter.write_data", 3),
+    "before the shards' metadata": ("torch.distributed.checkpoint.FileSystemWriter.finish", 3),
+    "before meta.pt": ("lightning_parm.checkpoint.folder.Folder.write", 3),
+    "before meta.pt is in place": ("os.replace", 3),
+    "before the old shards are removed": ("shutil.rmtree", 4),
+}
+
 GLOBAL_BATCH = 8
 Sizes = dict[str, Any] | None
 TOPOLOGIES: dict[str, tuple[int, Sizes]] = {

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from hall.continued import TOPOLOGIES, corpus, data, run, train
+from hall.continued import CRASHES, TOPOLOGIES, corpus, data, run, train
 from hall.models import small_gpt
 from hall.trainers import make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -94,16 +94,6 @@ def test_saving_again_replaces_the_shards_and_nothing_else_is_left(tmp_path: Pat
     assert sorted(entry.name.split("-")[0] for entry in path.iterdir()) == [META, "shards"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
     torch.testing.assert_close(run("ep4", 6, resume_from=str(path)), uninterrupted[3:], rtol=0, atol=1e-9)
-
-
-CRASHES = {  # where a rank is killed while it saves step 4 over step 3, and which of the two survives
-    "before the shards": ("torch.distributed.checkpoint.save", 3),
-    "while writing shards": ("torch.distributed.checkpoint.FileSystemWriter.write_data", 3),
-    "before the shards' metadata": ("torch.distributed.checkpoint.FileSystemWriter.finish", 3),
-    "before meta.pt": ("lightning_parm.checkpoint.folder.Folder.write", 3),
-    "before meta.pt is in place": ("os.replace", 3),
-    "before the old shards are removed": ("shutil.rmtree", 4),
-}
 
 
 @pytest.mark.parametrize(("killed_at", "survivor"), CRASHES.values(), ids=CRASHES)

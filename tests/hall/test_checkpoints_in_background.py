@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from distributed import run_ranks
-from hall.continued import corpus, run, train
+from hall.continued import CRASHES, corpus, run, train
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -149,16 +149,6 @@ def test_a_failure_reaches_every_rank_and_keeps_the_checkpoint_before(tmp_path: 
     assert (tmp_path / "step=1.ckpt" / META).is_file()
     with pytest.raises(AssertionError, match=r"step=2\.ckpt' is incomplete.*Resume from .*step=1\.ckpt'"):
         run("ep4", 3, None, str(tmp_path / "step=2.ckpt"))
-
-
-CRASHES = {  # where a rank is killed by the thread that saves step 4 over step 3, and which of the two survives
-    "before the shards": ("torch.distributed.checkpoint.save", 3),
-    "while writing shards": ("torch.distributed.checkpoint.FileSystemWriter.write_data", 3),
-    "before the shards' metadata": ("torch.distributed.checkpoint.FileSystemWriter.finish", 3),
-    "before meta.pt": ("lightning_parm.checkpoint.folder.Folder.write", 3),
-    "before meta.pt is in place": ("os.replace", 3),
-    "before the old shards are removed": ("shutil.rmtree", 4),
-}
 
 
 @pytest.fixture(scope="module")
