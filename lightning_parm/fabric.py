@@ -18,14 +18,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_parm.checkpoint.directory import is_sharded
 from lightning_parm.checkpoint.fabric import by_keys, load_state, save_state
-from lightning_parm.moe import Topology
 from lightning_parm.parallel.gradients import AgreedGradScaler, clip_by_global_norm, clip_by_value, global_norm
 from lightning_parm.parallel.model import ParallelModel
-from lightning_parm.parallel.placement import moe_layers
-from lightning_parm.parallel.workers import seed_workers
+from lightning_parm.parallel.sizes import SizedStrategy
 
 
-class FabricParmStrategy(DDPStrategy):
+class FabricParmStrategy(SizedStrategy, DDPStrategy):
     """:class:`~lightning_parm.ParmStrategy` for Fabric: ``Fabric(strategy="parm")`` or an instance.
 
     ``fabric.setup`` cuts the model, ``fabric.backward`` averages the gradients of every model that was set up (those
@@ -57,6 +55,8 @@ class FabricParmStrategy(DDPStrategy):
         2
     """
 
+    _topology_exists = "once fabric.launch() has set up the processes."
+
     def __init__(
         self,
         tensor_parallel_size: int = 1,
@@ -82,55 +82,16 @@ class FabricParmStrategy(DDPStrategy):
         self.calibrate = calibrate
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._bucket_size_bytes = bucket_size_bytes
-        self._topology: Topology | None = None
         self._models: dict[nn.Module, ParallelModel] = {}
         self._undecided: list[ParallelModel] = []  # models whose schedules are not chosen yet
         self._local = _LocalGradients()
         self._backward_sync_control = self._local
-
-    # ---------------------------------------------------------------- sizes and processes
-
-    @property
-    def topology(self) -> Topology:
-        """Sizes and groups of the run, those of the model set up last.
-
-        Raises:
-            RuntimeError: Before ``fabric.launch()``.
-        """
-        if self._topology is None:
-            raise RuntimeError("strategy.topology exists once fabric.launch() has set up the processes.")
-        return self._topology
-
-    def _resolve(self, world_size: int, rank: int, module: nn.Module | None = None) -> Topology:
-        return Topology.resolve(
-            world_size,
-            rank,
-            self.tensor_parallel_size,
-            self.expert_parallel_size,
-            self.expert_shard_size,
-            num_experts=[layer.num_experts for _, layer in moe_layers(module)] if module is not None else (),
-        )
-
-    def _configure_launcher(self) -> None:
-        self._resolve(self.num_nodes * self.num_processes, rank=0)  # wrong sizes fail in Fabric's constructor
-        super()._configure_launcher()
 
     def setup_environment(self) -> None:
         """Start the process groups."""
         super().setup_environment()
         self._topology = self._resolve(self.world_size, self.global_rank)
         self._replaced = WeakTensorKeyDictionary()  # parameter before the cut -> parameter after it
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Data-parallel size and rank: the ranks of a tensor-parallel group read the same batches."""
-        if self._topology is None:
-            return super().distributed_sampler_kwargs
-        return {"num_replicas": self._topology.data_parallel_size, "rank": self._topology.data_parallel_rank}
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Let workers of tensor-parallel peers, which read the same samples, draw the same random numbers."""
-        return seed_workers(dataloader, self.topology.data_parallel_rank)
 
     # ---------------------------------------------------------------- models and optimizers
 

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
@@ -25,11 +25,11 @@ from lightning_parm.moe import Topology
 from lightning_parm.parallel.companions import averaged_copies, count_duplicates_once, pack_averages, unpack_averages
 from lightning_parm.parallel.gradients import AgreedGradScaler, clip_by_value
 from lightning_parm.parallel.model import ParallelModel
-from lightning_parm.parallel.placement import check_groups, moe_layers
-from lightning_parm.parallel.workers import seed_workers
+from lightning_parm.parallel.placement import check_groups
+from lightning_parm.parallel.sizes import SizedStrategy, check_data_parallel
 
 
-class ParmStrategy(CheckpointingStrategy):
+class ParmStrategy(SizedStrategy, CheckpointingStrategy):
     """Trains MoE models under Parm's communication schedules; a dense model trains as under ``ddp``.
 
     Every :class:`~lightning_parm.MoE` layer of the LightningModule is found and cut over the ranks; dense layers are
@@ -71,6 +71,10 @@ class ParmStrategy(CheckpointingStrategy):
     """
 
     strategy_name = "parm"
+    _topology_exists = (
+        "once the Trainer has set up its processes: read it in configure_model() or later, inside trainer.fit, "
+        "validate, test or predict."
+    )
 
     def __init__(
         self,
@@ -90,8 +94,6 @@ class ParmStrategy(CheckpointingStrategy):
         async_checkpoint: bool = False,
         verify_steps: int = 0,
     ) -> None:
-        if data_parallel not in ("replicate", "shard"):
-            raise ValueError(f"data_parallel={data_parallel!r} is unknown; choose 'replicate' or 'shard'.")
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self.tensor_parallel_size = tensor_parallel_size
         self.expert_parallel_size = expert_parallel_size
@@ -101,44 +103,20 @@ class ParmStrategy(CheckpointingStrategy):
         self.chunks = chunks
         self.calibrate = calibrate
         self.verify_steps = verify_steps
-        self.data_parallel = data_parallel
+        self.data_parallel = check_data_parallel(data_parallel)
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._async_checkpoint = async_checkpoint
         self._bucket_size_bytes = bucket_size_bytes
-        self._topology: Topology | None = None
         self._parallel: ParallelModel | None = None
         self._averages: list[ParallelModel] = []
         self._reduce_gradients = True
 
     # ---------------------------------------------------------------- sizes and processes
 
-    @property
-    def topology(self) -> Topology:
-        """Sizes and groups of the run.
-
-        Raises:
-            RuntimeError: Before the processes have been set up.
-        """
-        if self._topology is None:
-            raise RuntimeError(
-                "strategy.topology exists once the Trainer has set up its processes: read it in configure_model() or "
-                "later, inside trainer.fit, validate, test or predict."
-            )
-        return self._topology
-
-    def _resolve(self, world_size: int, rank: int) -> Topology:
-        module = self.lightning_module
-        return Topology.resolve(
-            world_size,
-            rank,
-            self.tensor_parallel_size,
-            self.expert_parallel_size,
-            self.expert_shard_size,
-            num_experts=[layer.num_experts for _, layer in moe_layers(module)] if module is not None else (),
-        )
+    def _resolve(self, world_size: int, rank: int, module: nn.Module | None = None) -> Topology:
+        return super()._resolve(world_size, rank, self.lightning_module if module is None else module)
 
     def _configure_launcher(self) -> None:
-        self._resolve(self.num_nodes * self.num_processes, rank=0)  # wrong sizes fail in the Trainer's constructor
         super()._configure_launcher()
         if self._start_method != "popen":
             self._launcher = WholeWeightsLauncher(self, start_method=self._start_method)
@@ -157,17 +135,6 @@ class ParmStrategy(CheckpointingStrategy):
         module = self.lightning_module
         if module is not None:
             module._device_mesh = self._topology.dense_mesh(self.root_device.type)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Data-parallel size and rank: the ranks of a tensor-parallel group read the same batches."""
-        if self._topology is None:
-            return super().distributed_sampler_kwargs
-        return {"num_replicas": self._topology.data_parallel_size, "rank": self._topology.data_parallel_rank}
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Let workers of tensor-parallel peers, which read the same samples, draw the same random numbers."""
-        return seed_workers(dataloader, self.topology.data_parallel_rank)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce over ``group``, by default over data-parallel ranks: tensor-parallel peers hold duplicates."""

@@ -1,5 +1,6 @@
 """A module cut over the ranks of a topology: what the strategies of the Trainer and of Fabric have in common.
 
+sizes             of the run, and what follows for samplers and workers
 model             ParallelModel: everything below, done to one module
 placement         where each parameter lives, and what follows for gradients, norms and checkpoints
 tensor_parallel   dense layers cut by a plan
