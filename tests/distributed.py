@@ -80,7 +80,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                     try:
                         succeeded, value = pickle.loads(reader.recv_bytes())
                     except EOFError:
-                        raise RuntimeError(f"rank {rank} of {world_size} died without a result") from None
+                        ranks[rank].join(timeout=5)
+                        raise RuntimeError(
+                            f"rank {rank} of {world_size} died without a result, {_end(ranks[rank].exitcode)}"
+                        ) from None
                     if not succeeded:
                         raise AssertionError(f"rank {rank} of {world_size} failed:\n{value}")
                     results[rank] = value
@@ -91,6 +94,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                     process.kill()
                     process.join()
         return [results[rank] for rank in range(world_size)]
+
+
+def _end(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "closing its pipe while it still ran"
+    return f"by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"with exit code {exitcode}"
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
 """What Lightning's loops offer works under ``parm``, the same on every rank: limits, stops, searches, logs."""
 
 import csv
+import json
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from distributed import run_ranks
+from distributed import run_command, run_ranks
 from hall.models import RecordingGPT, small_gpt
 from hall.trainers import OrderedTokens, RandomTokens, make_trainer
 from lightning.pytorch.callbacks import (
@@ -20,6 +23,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
@@ -130,6 +134,33 @@ def test_limits_intervals_and_checks() -> None:
         "no time": (0, 0, 0, 0, 1),
         "anomalies": (8, 1, 1, 0, 1),
     }
+
+
+@pytest.mark.parametrize(
+    "interval", [timedelta(seconds=3), "00:00:00:03", {"seconds": 3}], ids=["delta", "text", "dict"]
+)
+def test_a_validation_by_time_is_that_of_all_ranks(interval: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(L.Callback):
+        """One second a batch on the first rank, half a second on the other."""
+
+        def __init__(self) -> None:
+            self.batches, self.validated_after = 0, []
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.batches += 1
+
+        def on_validation_end(self, *_: Any) -> None:
+            self.validated_after.append(self.batches)
+
+    def rank_main(rank: int, world_size: int) -> list[int]:
+        clock = Clock()
+        told = SimpleNamespace(monotonic=lambda: clock.batches / (rank + 1))
+        for loop in (training_epoch_loop, fit_loop, evaluation_loop):
+            monkeypatch.setattr(loop, "time", told)
+        fitted(rank, world_size, EP2, clock, val_check_interval=interval)
+        return clock.validated_after
+
+    assert same_on_two_ranks(rank_main) == [3, 6]
 
 
 def test_barebones_trains_the_same_numbers() -> None:
@@ -283,18 +314,33 @@ def test_an_interrupt_ends_in_order() -> None:
     assert same_on_two_ranks(rank_main) == (2 + BATCHES, False)
 
 
-def test_a_compiled_block_trains_the_same_numbers() -> None:
+def block_trained(rank: int, world_size: int, compiles: bool) -> tuple[list[float], list[str]]:
     # Parts and not the LightningModule: dynamo cannot trace Lightning's `self.log`, under any strategy.
-    def rank_main(rank: int, world_size: int, compiles: bool) -> tuple[list[float], list[str]]:
-        model: Any = small_gpt(torch.float64, num_layers=1)
-        if compiles:
-            model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
-        trainer, *_ = fitted(rank, world_size, EP2, model=model, limit_train_batches=2, limit_val_batches=0)
-        whole = trainer.strategy.whole_state_dict()
-        return model.losses, [name for name, value in whole.items() if "experts" in name and len(value) == 4]
+    model: Any = small_gpt(torch.float64, num_layers=1)
+    if compiles:
+        model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    trainer, *_ = fitted(rank, world_size, EP2, model=model, limit_train_batches=2, limit_val_batches=0)
+    whole = trainer.strategy.whole_state_dict()
+    return model.losses, [name for name, value in whole.items() if "experts" in name and len(value) == 4]
 
-    losses, names = run_ranks(2, rank_main, True, timeout=240)[0]  # importing dynamo takes its time
-    expected, plain_names = run_ranks(2, rank_main, False)[0]
+
+def test_a_compiled_block_trains_the_same_numbers() -> None:
+    # In a process of its own: dynamo is large, and what else the tests have imported is none of its business.
+    script = f"""
+import json, sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+import torch, torch._dynamo
+torch.set_num_threads(1)
+from distributed import run_command, run_ranks
+from hall.test_loop_features import block_trained
+sys.stdout.write(json.dumps(run_ranks(2, block_trained, True, timeout=150)))
+"""
+    result = run_command([sys.executable, "-X", "faulthandler", "-c", script])
+    assert result.returncode == 0, result.stderr
+    expected, plain_names = run_ranks(2, block_trained, False)[0]
+    (losses, names), (of_second, _) = json.loads(result.stdout)
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-12)
+    assert of_second == losses
+    assert all("_orig_mod." in name for name in names)
     assert [name.replace("_orig_mod.", "") for name in names] == plain_names
     assert len(names) == 2
