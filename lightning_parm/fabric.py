@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
-from lightning.fabric.utilities.types import _PATH, _Stateful
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_parm.checkpoint.directory import is_sharded
-from lightning_parm.checkpoint.fabric import by_keys, load_state, save_state
+from lightning_parm.checkpoint.fabric import CheckpointingFabricStrategy
 from lightning_parm.parallel.gradients import AgreedGradScaler, clip_by_global_norm, clip_by_value, global_norm
 from lightning_parm.parallel.model import ParallelModel
-from lightning_parm.parallel.sizes import SizedStrategy
+from lightning_parm.parallel.placement import check_groups
+from lightning_parm.parallel.sharding import give_back
+from lightning_parm.parallel.sizes import SizedStrategy, check_data_parallel
 
 
-class FabricParmStrategy(SizedStrategy, DDPStrategy):
+class FabricParmStrategy(SizedStrategy, CheckpointingFabricStrategy):
     """:class:`~lightning_parm.ParmStrategy` for Fabric: ``Fabric(strategy="parm")`` or an instance.
 
     ``fabric.setup`` cuts the model, ``fabric.backward`` averages the gradients of every model that was set up (those
     within ``fabric.no_backward_sync`` excepted), ``fabric.clip_gradients`` clips by the norm over all ranks, and what
     is ``"auto"`` of the schedules is chosen after the first step of a model's optimizer.
+
+    With ``async_checkpoint`` the end of the process waits for saves on their way, but can only report one that fails:
+    a script that must know calls ``fabric.strategy.finish_saves()``.
 
     Args:
         tensor_parallel_size: As in :class:`~lightning_parm.ParmStrategy`, like all that follow.
@@ -43,9 +45,14 @@ class FabricParmStrategy(SizedStrategy, DDPStrategy):
         start_method: How processes are started.
         bucket_size_bytes: Gradients are averaged in buckets of this size while backward runs.
         calibrate: Whether what is ``"auto"`` is chosen by a cost model with measured constants.
+        data_parallel: Whether data-parallel ranks hold replicas, or each a part of what they hold otherwise.
+        async_checkpoint: Let ``fabric.save`` write directories on a thread.
+        verify_steps: Optimizer steps for which each of the two schedules that were predicted best is timed, with all
+            batches that they accumulate, before the faster is kept; 0 trusts the prediction.
 
     Raises:
-        ValueError: If the sizes do not multiply to the number of ranks; in Fabric's constructor.
+        ValueError: If the sizes do not multiply to the number of ranks, or one argument excludes another; in Fabric's
+            constructor. If ``data_parallel`` is unknown.
 
     Example:
         >>> from lightning.fabric import Fabric
@@ -71,6 +78,9 @@ class FabricParmStrategy(SizedStrategy, DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         bucket_size_bytes: int = 25 * 2**20,
         calibrate: bool = True,
+        data_parallel: Literal["replicate", "shard"] = "replicate",
+        async_checkpoint: bool = False,
+        verify_steps: int = 0,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self.tensor_parallel_size = tensor_parallel_size
@@ -80,10 +90,13 @@ class FabricParmStrategy(SizedStrategy, DDPStrategy):
         self.transport = transport
         self.chunks = chunks
         self.calibrate = calibrate
+        self.verify_steps = verify_steps
+        self.data_parallel = check_data_parallel(data_parallel)
         self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._async_checkpoint = async_checkpoint
         self._bucket_size_bytes = bucket_size_bytes
         self._models: dict[nn.Module, ParallelModel] = {}
-        self._undecided: list[ParallelModel] = []  # models whose schedules are not chosen yet
+        self._paces: dict[ParallelModel, Optimizer] = {}  # whose steps count a model's batches
         self._local = _LocalGradients()
         self._backward_sync_control = self._local
 
@@ -99,29 +112,50 @@ class FabricParmStrategy(SizedStrategy, DDPStrategy):
         """Cut the model in place, make replicas equal, and watch its gradients; it is not wrapped."""
         self._topology = self._resolve(self.world_size, self.global_rank, module)
         before = dict(module.named_parameters(remove_duplicate=False))
-        model = ParallelModel(module, self._topology, self.root_device, self.schedule, self.transport, self.chunks)
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if parameter is not before[name]:
-                self._replaced[before[name]] = parameter
+        model = ParallelModel(
+            module,
+            self._topology,
+            self.root_device,
+            self.schedule,
+            self.transport,
+            self.chunks,
+            self.data_parallel,
+        )
         model.make_replicas_equal()
+        self._note_replaced(before, module)
         if self.tensor_parallel_size > 1 and not self._models:
             # Peers hold the same activations, so they must draw the same dropout masks.
             torch.manual_seed(self.broadcast(torch.initial_seed()) + self._topology.data_parallel_rank)
-        model.prepare_training(self._bucket_size_bytes, self.calibrate)
+        model.prepare_training(self._bucket_size_bytes, self.calibrate, self.verify_steps)
         model.before_batch()
         self._models[module] = model
-        self._undecided.append(model)
         self._agree_on_overflows()
         return module
 
+    def _note_replaced(self, before: dict[str, nn.Parameter], module: nn.Module) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if parameter is not before[name]:
+                self._replaced[before[name]] = parameter
+
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let an optimizer that was made before the model was cut follow its parameters."""
+        """Let an optimizer that was made before the model was cut follow its parameters.
+
+        Raises:
+            ValueError: If its fused or foreach kernels are to take parameters that are spread in different ways.
+        """
         saved = optimizer.state_dict() if optimizer.state else None
+        for module, model in self._models.items():
+            before = dict(module.named_parameters(remove_duplicate=False))  # some gathered, by an evaluation
+            self._note_replaced(before, model.module)
         for group in optimizer.param_groups:
             group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
         owner = self._owner(optimizer)
         if saved is not None and owner is not None:
             owner.load_optimizer_state(optimizer, saved)
+        check_groups(optimizer)
+        for model in self._models.values():
+            if model.placed(optimizer):
+                self._paces.setdefault(model, optimizer)
         return optimizer
 
     def _owner(self, value: Any) -> ParallelModel | None:
@@ -146,11 +180,13 @@ class FabricParmStrategy(SizedStrategy, DDPStrategy):
             super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step; after a model's first one, choose its schedules for the sizes that its batch had."""
+        """Step; after a model's first one, choose its schedules for the sizes that its batch had, then time them."""
+        for module in self._models:
+            give_back(module)  # what an evaluation has gathered would keep the values from before the step
         output = super().optimizer_step(optimizer, **kwargs)
-        for model in [model for model in self._undecided if model.placed(optimizer)]:
-            model.before_batch()
-            self._undecided.remove(model)
+        for model, pace in self._paces.items():
+            if pace is optimizer:
+                model.before_batch()
         return output
 
     def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
@@ -197,94 +233,8 @@ class FabricParmStrategy(SizedStrategy, DDPStrategy):
         for model in self._models.values():
             model.release()
         self._models.clear()
-        self._undecided.clear()
+        self._paces.clear()
         super().teardown()
-
-    # ---------------------------------------------------------------- checkpoints
-
-    @property
-    def _sharded(self) -> bool:
-        return self._save_distributed_checkpoint and self.world_size > 1
-
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The module's state: DTensors for a sharded checkpoint, else whole tensors on rank 0; every rank calls it."""
-        model = self._models.get(module)
-        if model is None:
-            return super().get_module_state_dict(module)
-        return model.state_dict() if self._sharded else model.whole_state_dict(keep=self.is_global_zero)
-
-    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load whole or sharded tensors, keeping this rank's part."""
-        model = self._models.get(module)
-        if model is None:
-            super().load_module_state_dict(module, state_dict, strict)
-        else:
-            model.load_state_dict(state_dict, strict)
-
-    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state by parameter name, or as torch writes it for one file; every rank calls it."""
-        model = self._owner(optimizer)
-        if model is None:
-            return super().get_optimizer_state(optimizer)
-        if self._sharded:
-            return model.optimizer_state(optimizer)
-        return model.whole_optimizer_state(optimizer, keep=self.is_global_zero)
-
-    def save_checkpoint(
-        self,
-        path: _PATH,
-        state: dict[str, Any],
-        storage_options: Any | None = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:
-        """Write a directory with every rank's part, or one file from rank 0, as ``ddp`` would."""
-        if not self._sharded:
-            super().save_checkpoint(path, state, storage_options, filter)
-            return
-        converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
-        modules = [key for key in converted if isinstance(state[key], nn.Module)]
-        optimizers = [key for key in converted if isinstance(state[key], Optimizer) and self._owner(state[key])]
-        save_state(path, converted, modules, optimizers, self.broadcast, storage_options)
-
-    def load_checkpoint(
-        self,
-        path: _PATH,
-        state: nn.Module | Optimizer | dict[str, Any] | None = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Read a file or a directory, whichever topology wrote it; gives what ``state`` does not ask for.
-
-        Raises:
-            KeyError: If ``strict`` and the checkpoint lacks something that ``state`` asks for.
-        """
-        wanted = state if isinstance(state, dict) else {}
-        if is_sharded(path):
-            owners = {key: self._owner(value) for key, value in wanted.items()}
-            cut = {key: model.parameters_as_dtensors() for key, model in owners.items() if model is not None}
-            checkpoint = load_state(path, cut, weights_only)
-        else:
-            checkpoint = by_keys(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
-        if isinstance(state, nn.Module | Optimizer):
-            self._restore(state, checkpoint, strict)
-            return {}
-        _validate_keys_for_strict_loading(wanted.keys(), checkpoint.keys(), strict=strict)
-        for key, value in list(wanted.items()):
-            if key in checkpoint:
-                saved = checkpoint.pop(key)
-                if isinstance(value, _Stateful):
-                    self._restore(value, saved, strict)
-                else:
-                    wanted[key] = saved
-        return checkpoint
-
-    def _restore(self, target: Any, saved: Any, strict: bool) -> None:
-        if isinstance(target, nn.Module):
-            self.load_module_state_dict(target, saved, strict)
-        elif (owner := self._owner(target)) is not None:
-            owner.load_optimizer_state(target, saved)
-        else:
-            target.load_state_dict(saved)
 
 
 class _LocalGradients(_BackwardSyncControl):

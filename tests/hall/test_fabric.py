@@ -14,6 +14,8 @@ from hall.trainers import ForkedEnvironment, RandomTokens, make_trainer
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -81,6 +83,91 @@ def test_the_same_numbers_as_the_trainer_in_one_process(world_size: int, sizes: 
     for ours, our_norms in run_ranks(world_size, loop, sizes, 6):
         torch.testing.assert_close(ours, losses, rtol=0, atol=1e-10)
         torch.testing.assert_close(our_norms, norms, rtol=0, atol=1e-10)
+
+
+class Blocks(nn.Module):
+    """A plain module: blocks in a list, which shards travel with, and parameters beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embedding = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), MoE(16, 32, 4), nn.GELU()) for _ in range(2))
+        self.head = nn.Linear(16, 32)
+        self.scale = nn.Parameter(torch.ones(32))
+        self.double()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x) * self.scale
+
+
+def evaluated_loop(rank: int, world_size: int, sizes: Sizes, plain: bool) -> list[float]:
+    """Two batches a step, clipped by norm and by value in turns, and evaluated before and after the step.
+
+    A plain module is set up, and evaluated, before its optimizer is made; the other one together with it.
+    """
+    fabric = make_fabric(rank, world_size, sizes)
+    data = getattr(fabric.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+    size = 8 // data["num_replicas"]
+    tokens = RandomTokens(7 * 8).tokens
+    losses: list[float] = []
+
+    def note(loss: Tensor) -> None:
+        losses.append(float(fabric.all_reduce(loss.detach().clone())))
+
+    def loss_at(index: int) -> Tensor:
+        part = tokens[8 * index + size * data["rank"] :][:size]
+        return loss_of(model, {"input_ids": part[:, :-1], "labels": part[:, 1:]})
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            note(loss_at(6))
+
+    model: Any = Blocks() if plain else small_gpt(torch.float64)
+    if plain:
+        model = fabric.setup_module(model)
+        evaluate()  # leaves what is beside the blocks gathered
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.02))
+    else:
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+    for step in range(3):
+        for half in range(2):
+            with fabric.no_backward_sync(model, enabled=half == 0):
+                loss = loss_at(2 * step + half)
+                fabric.backward(loss / 2)
+            note(loss)
+        fabric.clip_gradients(model, optimizer, **({"clip_val": 0.01} if step % 2 else {"max_norm": 0.5}))
+        evaluate()
+        optimizer.step()
+        optimizer.zero_grad()
+        evaluate()
+    if (sizes or {}).get("data_parallel") == "shard":
+        assert isinstance(model.module, FSDPModule)
+        held = [p.to_local() if isinstance(p, DTensor) else p for g in optimizer.param_groups for p in g["params"]]
+        assert sum(part.numel() for part in held) < sum(p.numel() for p in model.module.parameters())
+    fabric.strategy.teardown()
+    return losses
+
+
+DP4 = {"expert_parallel_size": 1}
+EP2 = {"expert_parallel_size": 2, "expert_shard_size": 1, "schedule": "s1", "chunks": 2}
+MP2_EP2_EDP2 = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_shard_size": 1}
+SHARD = {"data_parallel": "shard"}
+
+
+@pytest.mark.parametrize(("plain", "every"), [(True, [DP4, EP2]), (False, [MP2_EP2_EDP2])], ids=["plain", "lightning"])
+def test_shards_train_the_same_numbers_and_evaluations_between_change_nothing(plain: bool, every: list[Sizes]) -> None:
+    def rank_main(rank: int, world_size: int) -> list[list[float]]:
+        return [evaluated_loop(rank, world_size, {**(sizes or {}), **SHARD}, plain) for sizes in every]
+
+    expected = evaluated_loop(0, 1, None, plain)
+    assert abs(expected[-1] - expected[-2]) > 1e-3, "a step changes what an evaluation finds"
+    for results in run_ranks(4, rank_main):
+        for losses in results:
+            torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10)
 
 
 def test_one_process_of_fabric_and_one_rank_of_parm_agree() -> None:
