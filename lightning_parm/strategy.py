@@ -20,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_parm.checkpoint.trainer import CheckpointingStrategy
+from lightning_parm.decisions import AgreedDecisions
 from lightning_parm.launcher import WholeWeightsLauncher
 from lightning_parm.moe import Topology
 from lightning_parm.parallel.companions import averaged_copies, count_duplicates_once, pack_averages, unpack_averages
@@ -109,6 +110,7 @@ class ParmStrategy(SizedStrategy, CheckpointingStrategy):
         self._bucket_size_bytes = bucket_size_bytes
         self._parallel: ParallelModel | None = None
         self._averages: list[ParallelModel] = []
+        self._decisions: AgreedDecisions | None = None
         self._reduce_gradients = True
 
     # ---------------------------------------------------------------- sizes and processes
@@ -183,6 +185,7 @@ class ParmStrategy(SizedStrategy, CheckpointingStrategy):
         assert self.accelerator is not None
         assert module is not None
         self.accelerator.setup(trainer)
+        self._decisions = AgreedDecisions(trainer, lambda decision: self.reduce_boolean_decision(decision, all=False))
         fitting = trainer.state.fn == TrainerFn.FITTING
         parallel = self.parallel_model
         if fitting and self._layer_sync:
@@ -220,7 +223,14 @@ class ParmStrategy(SizedStrategy, CheckpointingStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before the second batch, choose the schedules for the sizes that the first one had."""
+        assert self._decisions is not None
+        self._decisions.before_batch()
         self.parallel_model.before_batch()
+
+    def on_train_end(self) -> None:
+        """End the process after the fit if any rank was told to end in its last batch or validation."""
+        assert self._decisions is not None
+        self._decisions.after_fit()
 
     def on_validation_start(self) -> None:
         """Evaluate with the first rank's buffers everywhere, as ``ddp`` does."""

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,6 +28,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -312,6 +315,34 @@ def test_an_interrupt_ends_in_order() -> None:
         return len(model.losses), hooks
 
     assert same_on_two_ranks(rank_main) == (2 + BATCHES, False)
+
+
+def test_sigterm_of_one_rank_ends_all_after_the_same_batch() -> None:
+    class Told(L.Callback):
+        def __init__(self, batch: int, ranks: tuple[int, ...]) -> None:
+            self.batch, self.ranks = batch, ranks
+
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == self.batch and trainer.global_rank in self.ranks:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.state.fn == "validate":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def rank_main(rank: int, world_size: int) -> list[int]:
+        trained = []
+        for batch in (1, BATCHES - 1):
+            model = small_gpt()
+            with pytest.raises(SIGTERMException):
+                fitted(rank, world_size, EP2, Told(batch, (1,)), model=model)
+            trained.append(len(model.losses))
+        trainer = make_trainer(rank, world_size, ParmStrategy(**EP2), callbacks=[Told(0, ())])
+        with pytest.raises(SIGTERMException):
+            trainer.validate(small_gpt(), Tokens(), verbose=False)
+        return trained
+
+    assert same_on_two_ranks(rank_main) == [3, BATCHES], "the batch after the signal is the last"
 
 
 def block_trained(rank: int, world_size: int, compiles: bool) -> tuple[list[float], list[str]]:
