@@ -1,26 +1,33 @@
 """A loop written with Fabric trains the same numbers as the Trainer and as one process, and its checkpoints move."""
 
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from data.corpora import write_arrow
-from distributed import run_ranks
+from distributed import run_command, run_ranks
 from hall.models import small_gpt
 from hall.test_training_equals_one_process import CLIP_AND_ACCUMULATE, fit
 from hall.trainers import ForkedEnvironment, RandomTokens, make_trainer
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing import ProcessRaisedException
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_parm import MoE, ParmStrategy
-from lightning_parm.checkpoint.directory import consolidate
+from lightning_parm.checkpoint.directory import META, consolidate
 from lightning_parm.data import TokenLoader
 from lightning_parm.fabric import FabricParmStrategy
 from lightning_parm.parallel.gradients import AgreedGradScaler
@@ -154,6 +161,7 @@ def evaluated_loop(rank: int, world_size: int, sizes: Sizes, plain: bool) -> lis
 
 DP4 = {"expert_parallel_size": 1}
 EP2 = {"expert_parallel_size": 2, "expert_shard_size": 1, "schedule": "s1", "chunks": 2}
+ESP2 = {"expert_parallel_size": 1, "expert_shard_size": 2, "schedule": "s2"}
 MP2_EP2_EDP2 = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_shard_size": 1}
 SHARD = {"data_parallel": "shard"}
 
@@ -202,6 +210,8 @@ def train(
         state["step"] += 1
         if state["step"] == 3 and save_to is not None:
             fabric.save(save_to, state)
+    if sizes is not None:
+        fabric.strategy.teardown()
     return losses
 
 
@@ -235,6 +245,137 @@ def test_a_run_on_tokens_goes_on_from_a_directory_or_a_file_on_other_sizes(tmp_p
     torch.testing.assert_close(
         train(0, 1, None, corpus, 6, None, str(tmp_path / "mp2.pt")), expected[3:], rtol=0, atol=1e-10
     )
+
+
+def test_checkpoints_go_from_shards_to_replicas_and_back(tmp_path: Path, corpus: str) -> None:
+    expected = train(0, 1, None, corpus, 5, str(tmp_path / "one.pt"), None)
+
+    def rank_main(rank: int, world_size: int) -> tuple[list[list[float]], list[list[float]]]:
+        def run(sizes: dict[str, Any], steps: int, save_to: str | None, resume_from: str | None = None) -> list[float]:
+            paths = [name and str(tmp_path / name) for name in (save_to, resume_from)]
+            return train(rank, world_size, sizes, corpus, steps, *paths)
+
+        began = [
+            run({**EP2, **SHARD, "async_checkpoint": True}, 4, "shards"),  # another step while step 3 is written
+            run({**MP2_EP2_EDP2, **SHARD}, 4, "shards.pt"),
+            run(MP2_EP2, 4, "replicas"),
+        ]
+        resumed = [
+            run({**MP2_EP2_EDP2, **SHARD}, 5, None, "one.pt"),
+            run({**EP2, **SHARD}, 5, None, "replicas"),
+            run({**ESP2, **SHARD}, 5, None, "shards"),
+            run(MP2_EP2, 5, None, "shards"),
+        ]
+        return began, resumed
+
+    for began, resumed in run_ranks(4, rank_main):
+        for losses in began:
+            torch.testing.assert_close(losses, expected[:4], rtol=0, atol=1e-10)
+        for losses in resumed:
+            torch.testing.assert_close(losses, expected[3:], rtol=0, atol=1e-10)
+    alone = train(0, 1, None, corpus, 5, None, str(tmp_path / "shards.pt"))
+    torch.testing.assert_close(alone, expected[3:], rtol=0, atol=1e-10)
+    for losses in run_ranks(2, train, {"expert_parallel_size": 2, **SHARD}, corpus, 5, None, str(tmp_path / "shards")):
+        torch.testing.assert_close(losses, expected[3:], rtol=0, atol=1e-10)
+
+
+def test_a_save_on_a_thread_holds_what_it_was_given_and_its_failure_reaches_every_rank(tmp_path: Path) -> None:
+    def rank_main(rank: int, world_size: int) -> None:
+        go_on = threading.Event()
+        write_data = FileSystemWriter.write_data
+
+        def write(self: Any, *args: Any) -> Any:
+            assert threading.current_thread() is not threading.main_thread()
+            if "slow" in str(self.path):
+                assert go_on.wait(30)
+            if "full" in str(self.path) and rank == 1:
+                raise OSError(28, "No space left on device")
+            return write_data(self, *args)
+
+        fabric = make_fabric(rank, world_size, {"expert_parallel_size": 2, "async_checkpoint": True})
+        model = fabric.setup(small_gpt())
+        before = [p.detach().clone() for p in model.parameters()]
+        with mock.patch.object(FileSystemWriter, "write_data", write):
+            fabric.save(tmp_path / "slow", {"model": model})
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            assert not (tmp_path / "slow" / META).exists()
+            threading.Timer(0.3, go_on.set).start()
+            fabric.load(tmp_path / "slow", {"model": model})  # waits for it
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=0)
+            failure = r"full' cannot be saved: rank 1: OSError: \[Errno 28\] No space left on device"
+            fabric.save(tmp_path / "full", {"model": model})
+            with pytest.raises(RuntimeError, match=failure):
+                fabric.strategy.finish_saves()
+            fabric.save(tmp_path / "again", {"model": model})
+            fabric.save(tmp_path / "full", {"model": model})
+            with pytest.raises(RuntimeError, match=failure):
+                fabric.strategy.teardown()
+        assert (tmp_path / "again" / META).is_file()
+        assert not (tmp_path / "full" / META).exists()
+
+    run_ranks(2, rank_main)
+
+
+SCRIPT = """
+import time
+from lightning.fabric import Fabric
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from lightning_parm.fabric import FabricParmStrategy
+
+write_data = FileSystemWriter.write_data
+
+def slowly(self, *args):
+    time.sleep(1)
+    if "full" in str(self.path) and fabric.global_rank == 1:
+        raise OSError(28, "No space left on device")
+    return write_data(self, *args)
+
+FileSystemWriter.write_data = slowly
+fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricParmStrategy(async_checkpoint=True))
+fabric.launch()
+model = fabric.setup(nn.Linear(4, 4))
+fabric.save("whole", {"model": model, "step": 3})
+fabric.save("full", {"model": model})
+"""
+
+
+def test_a_script_that_ends_after_a_save_leaves_it_whole_or_says_why_not(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    finished = run_command([sys.executable, "script.py"], cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert not finished.survivors
+    consolidate(str(tmp_path / "whole"), str(tmp_path / "whole.pt"))
+    saved = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert saved["state_dict"]["model.weight"].shape == (4, 4)
+    assert not (tmp_path / "full" / META).exists()
+    assert "full' cannot be saved: rank 1: OSError: [Errno 28] No space left on device" in finished.stderr
+
+
+def test_a_launched_function_ends_when_its_saves_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_data = FileSystemWriter.write_data
+
+    def slowly(self: Any, *args: Any) -> Any:
+        time.sleep(0.2)
+        if "full" in str(self.path):
+            raise OSError(28, "No space left on device")
+        return write_data(self, *args)
+
+    def save(fabric: Fabric, name: str) -> None:
+        fabric.save(tmp_path / name, {"model": fabric.setup(nn.Linear(2, 2))})
+
+    def launch(name: str) -> None:
+        strategy = FabricParmStrategy(start_method="fork", async_checkpoint=True)
+        Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(save, name)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", slowly)
+    launch("whole")
+    assert (tmp_path / "whole" / META).is_file()
+    with pytest.raises(ProcessRaisedException, match=r"full' cannot be saved: rank 0 .* No space left"):
+        launch("full")
 
 
 def test_parts_of_a_checkpoint_can_be_filtered_and_read_alone(tmp_path: Path) -> None:
@@ -365,6 +506,45 @@ def test_schedules_are_chosen_after_the_first_step(tmp_path: Path, monkeypatch: 
     assert all(schedule in ("plain", "s1", "s2") for schedule, _ in after)
 
 
+def test_two_schedules_are_timed_over_whole_steps_and_no_number_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def rank_main(rank: int, world_size: int, sizes: Sizes) -> tuple[list[float], list[Any]]:
+        fabric = make_fabric(rank, world_size, sizes)
+        model = small_gpt(torch.float64)
+        layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
+        parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in model.named_parameters():
+            parts["experts" in name].append(parameter)
+        model, *optimizers = fabric.setup(model, *(torch.optim.AdamW(part, lr=0.01) for part in parts.values()))
+        losses, seen = [], []
+        for index in range(14):
+            with fabric.no_backward_sync(model, enabled=index % 2 == 0):
+                loss = loss_of(model, {key: value[None] for key, value in RandomTokens(14)[index].items()})
+                fabric.backward(loss)
+            losses.append(float(loss.detach()))
+            seen.append([(layer.schedule, layer.transport, layer.chunks) for layer in layers])
+            if index % 2:
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return losses, seen
+
+    expected = run_ranks(2, rank_main, {**MP2, "schedule": "s1"})[0][0]
+    first, second = run_ranks(2, rank_main, {**MP2, "calibrate": True, "verify_steps": 1})
+    assert first[1] == second[1]
+    for losses in (first[0], second[0]):
+        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10)
+    assert first[1][::2] == first[1][1::2], "the batches of one step run alike"
+    before, best, other, again, other_again, kept, still = first[1][::2]
+    assert {schedule for schedule, _, _ in before} == {"auto"}
+    assert best == again != other == other_again
+    assert kept == still
+    assert kept in (best, other)
+
+
 def test_peers_of_a_tensor_parallel_group_read_and_draw_the_same() -> None:
     def rank_main(rank: int, world_size: int) -> tuple[list[int], float]:
         fabric = make_fabric(rank, world_size, {"tensor_parallel_size": 2})
@@ -378,7 +558,7 @@ def test_peers_of_a_tensor_parallel_group_read_and_draw_the_same() -> None:
     assert sorted(first[0] + third[0]) == list(range(8))
 
 
-def test_a_norm_that_is_not_finite_is_refused_on_every_rank() -> None:
+def test_what_cannot_be_clipped_or_stepped_is_refused_on_every_rank() -> None:
     def rank_main(rank: int, world_size: int) -> bool:
         fabric = make_fabric(rank, world_size, {"expert_parallel_size": 2})
         model = small_gpt()
@@ -391,6 +571,10 @@ def test_a_norm_that_is_not_finite_is_refused_on_every_rank() -> None:
         fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
         with pytest.raises(RuntimeError, match=r"call `fabric\.backward\(loss\)` instead of"):
             loss_of(model, batch).backward()
+        sharded = make_fabric(rank, world_size, {"expert_parallel_size": 2, **SHARD})
+        model = small_gpt()
+        with pytest.raises(ValueError, match=r"fused=True in group 0 of AdamW, whose parameters are spread"):
+            sharded.setup(model, torch.optim.AdamW(model.parameters(), fused=True))
         return True
 
     assert all(run_ranks(2, rank_main))
@@ -429,6 +613,16 @@ def test_wrong_sizes_and_questions_asked_too_early() -> None:
         Fabric(strategy=FabricParmStrategy(tensor_parallel_size=3), accelerator="cpu", devices=4)
     with pytest.raises(RuntimeError, match=r"strategy\.topology exists once fabric\.launch\(\) has set up"):
         _ = Fabric(strategy="parm", accelerator="cpu", devices=2).strategy.topology
+
+
+def test_arguments_that_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="data_parallel='zero' is unknown; choose 'replicate' or 'shard'"):
+        FabricParmStrategy(data_parallel="zero")  # type: ignore[arg-type]
+    files_on_a_thread = FabricParmStrategy(async_checkpoint=True, save_distributed_checkpoint=False)
+    with pytest.raises(ValueError, match=r"async_checkpoint=True writes directories.*give Fabric Lightning's Async"):
+        Fabric(strategy=files_on_a_thread, accelerator="cpu", devices=2)
+    with pytest.raises(ValueError, match=r"AsyncCheckpointIO writes files.*ParmStrategy\(async_checkpoint=True\)"):
+        Fabric(strategy="parm", accelerator="cpu", devices=2, plugins=AsyncCheckpointIO())
 
 
 @pytest.mark.parametrize("name", ["parm_spawn", "parm_fork"])
