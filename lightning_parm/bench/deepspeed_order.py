@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_parm.moe.collectives import all_to_all, gather, reduce, replicate, split
 from lightning_parm.moe.routers import Part
-from lightning_parm.moe.schedules import Layer, _arrange, _route
+from lightning_parm.moe.schedules import Layer, lay_out, route
 
 
 def deepspeed_order(layer: Layer, x: Tensor) -> Tensor:
@@ -35,8 +35,8 @@ def deepspeed_order(layer: Layer, x: Tensor) -> Tensor:
             f"{topology.expert_shard_size}."
         )
     mp, ep = topology.group("tensor_parallel"), topology.group("expert_parallel")
-    choice, _ = _route(layer, x, [Part(topology.data_parallel_rank, 0, len(x))])
-    routing, plan = _arrange(layer, choice, "two_hop", [len(x)], share=True)
+    choice, _ = route(layer, x, [Part(topology.data_parallel_rank, 0, len(x))])
+    routing, plan = lay_out(layer, choice, "two_hop", [len(x)], share=True)
     (peers,), (layout,) = plan.sizes, plan.layouts
     # rows from each ep peer, in the exchange that this mp peer takes part in and in those beside it
     width = topology.expert_parallel_size

@@ -141,6 +141,7 @@ def measure(
             expert_shard_size=topology.expert_shard_size,
             capacity_factor=capacity_factor,
             static_shapes=capacity_factor is not None,
+            auxiliary_loss=False,
             num_matrices=3 if activation == "swiglu" else 2,
         )
         started = time.perf_counter()

@@ -67,6 +67,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
         ctx.transfer = transfer
+        ctx.set_materialize_grads(False)
         return transfer.launch(transfer.forward, rows)
 
     @staticmethod
@@ -79,13 +80,13 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, buffer: Tensor, transfer: _Transfer) -> Tensor:
-        ctx.transfer, ctx.shape = transfer, buffer.shape
+        ctx.transfer = transfer
         return transfer.landed()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         ctx.transfer.launch(ctx.transfer.backward, gradient)
-        return gradient.new_zeros(()).expand(ctx.shape), None  # the real one travels in the transfer
+        return None, None  # the gradient travels in the transfer
 
 
 def _start(rows: Tensor, forward: Launch, backward: Launch) -> Pending:

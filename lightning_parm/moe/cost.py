@@ -57,6 +57,7 @@ class Workload:
         static_shapes: Whether experts are padded to their capacity.
         sequence_parallel: Whether mp peers hold shares of the tokens.
         num_shared_experts: Experts that every token visits.
+        auxiliary_loss: Whether the balance loss or the z-loss has a weight.
         num_matrices: Of one expert; 3 with SwiGLU, otherwise 2.
         element_bytes: Of activations and expert parameters.
         router_bytes: Of one element of the router's weight.
@@ -80,6 +81,7 @@ class Workload:
     static_shapes: bool = False
     sequence_parallel: bool = False
     num_shared_experts: int = 0
+    auxiliary_loss: bool = True
     num_matrices: int = 3
     element_bytes: int = 4
     router_bytes: int = 4
@@ -170,7 +172,8 @@ def _s1(work: Workload, transport: str, chunks: int) -> Iterator[Call]:
             yield "all_gather", "tensor_parallel", mp * tokens * token, FORWARD
     if not work.sequence_parallel:
         yield "all_gather", "tensor_parallel", work.num_tokens * token, BACKWARD
-    yield "all_reduce", "tensor_parallel", (2 * work.num_experts + 2) * STATISTIC_BYTES, FORWARD
+    if work.auxiliary_loss:
+        yield "all_reduce", "tensor_parallel", (2 * work.num_experts + 2) * STATISTIC_BYTES, FORWARD
     yield "all_reduce", "tensor_parallel", work.num_experts * work.model_dim * work.router_bytes, BACKWARD
     shared = work.num_shared_experts * work.hidden_dim * work.model_dim * work.element_bytes
     yield "all_reduce", "tensor_parallel", (work.num_matrices - 1) * shared, BACKWARD

@@ -60,8 +60,7 @@ class MoE(nn.Module):
         auxiliary_loss: Of the last forward; to be added to the loss.
         tokens_per_expert: ``(E,)``, detached; its sum over all ranks counts the tokens that chose each expert.
         dropped_share: Of this rank's choices in the last forward, what capacity cut off; 0-dim, detached.
-        balance_loss: Of this rank's tokens in the last forward, before its weight; 0-dim, detached.
-        z_loss: The same of the router's z-loss.
+        has_auxiliary_loss: Whether any of its parts has a weight.
 
     Example:
         >>> layer = MoE(model_dim=8, hidden_dim=16, num_experts=4, balance_loss_weight=0.01)
@@ -151,7 +150,7 @@ class MoE(nn.Module):
         self.chunks: int | Literal["auto"] = "auto"
         self.auxiliary_loss = torch.zeros(())
         self.dropped_share = torch.zeros(())
-        self.balance_loss, self.z_loss = torch.zeros(()), torch.zeros(())
+        self._last = torch.zeros(2 * num_experts + 2)
         self.register_buffer("tokens_per_expert", torch.zeros(num_experts, device=device), persistent=False)
         self.register_buffer("_load", torch.zeros(num_experts, device=device), persistent=False)
         self.reset_parameters()
@@ -254,12 +253,34 @@ class MoE(nn.Module):
         self.router.update_bias(load, rate)
         self._load = torch.zeros_like(load)
 
+    @property
+    def has_auxiliary_loss(self) -> bool:
+        """Whether the balance loss or the z-loss has a weight."""
+        return bool(self.balance_loss_weight or self.z_loss_weight)
+
+    @property
+    def balance_loss(self) -> Tensor:
+        """Of this rank's tokens in the last forward, before its weight; 0-dim, detached."""
+        load, probabilities, rest = self._last.split([self.num_experts, self.num_experts, 2])
+        loss: Tensor = (load * probabilities).sum() / load.sum().clamp_min(1) / rest[1].clamp_min(1)
+        return self.num_experts * loss
+
+    @property
+    def z_loss(self) -> Tensor:
+        """The same of the router's z-loss."""
+        loss: Tensor = self._last[-2] / self._last[-1].clamp_min(1)
+        return loss
+
     def _auxiliary_loss(self, outcome: Outcome) -> Tensor:
         """Value of this rank's own part, gradient of all parts that it routed.
 
         Balance: ``E sum_e f_e P_e`` with f_e the share of choices and P_e the mean probability of expert e (Fedus et
         al., 2021, eq. 4). Z-loss: mean squared log partition function (Zoph et al., 2022, eq. 5).
         """
+        own = outcome.statistics[outcome.own].detach()
+        self._last = own
+        if not self.has_auxiliary_loss:
+            return own.new_zeros(())
         load, probabilities, rest = torch.split(outcome.statistics, [self.num_experts, self.num_experts, 2], -1)
         squares, tokens = rest[:, 0], rest[:, 1].clamp_min(1).detach()
         load = load.detach()
@@ -267,11 +288,10 @@ class MoE(nn.Module):
         if self.balance_scope == "global_batch" and self.balance_loss_weight and group is not None:
             load = load[outcome.own].clone()
             dist.all_reduce(load, group=group)
+            self._last = torch.cat([load, own[self.num_experts :]])
         share = load / load.sum(-1, keepdim=True).clamp_min(1)
         balance = self.num_experts * (share * probabilities).sum(-1) / tokens
-        squares = squares / tokens
-        self.balance_loss, self.z_loss = balance[outcome.own].detach(), squares[outcome.own].detach()
-        losses = self.balance_loss_weight * balance + self.z_loss_weight * squares
+        losses = self.balance_loss_weight * balance + self.z_loss_weight * squares / tokens
         total = losses.sum()
         return losses[outcome.own].detach() + (total - total.detach())
 

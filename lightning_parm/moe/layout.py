@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -43,16 +43,29 @@ class Layout:
 
     def by_expert(self, rows: Tensor) -> Tensor:
         """Received rows ``(R, M)``, sorted by source and expert, sorted by expert instead."""
-        return rows if self._in_order else take(rows, *self._orders)
+        if self._in_order:
+            return rows
+        if self._even:
+            return _swapped(rows, len(self.table), len(self.table[0]))
+        return take(rows, *self._orders)
 
     def by_source(self, rows: Tensor) -> Tensor:
         """The inverse of :meth:`by_expert`."""
-        return rows if self._in_order else take(rows, *reversed(self._orders))
+        if self._in_order:
+            return rows
+        if self._even:
+            return _swapped(rows, len(self.table[0]), len(self.table))
+        return take(rows, *reversed(self._orders))
 
     @property
     def _in_order(self) -> bool:
         """Rows of one source, or for one expert, are sorted by both."""
         return len(self.table) == 1 or len(self.table[0]) == 1
+
+    @cached_property
+    def _even(self) -> bool:
+        """As many rows from each source for each expert, so that no index has to be made."""
+        return len({count for source in self.table for count in source}) == 1
 
     @cached_property
     def _orders(self) -> tuple[Tensor, Tensor]:
@@ -69,22 +82,38 @@ class Layout:
 
     def repeated(self, rows: Tensor, copies: int) -> Tensor:
         """Each destination's rows ``copies`` times in a row: ``(copies * R, M)``; gradients are summed in float32."""
-        return rows if copies == 1 else take(rows, *self._copy_orders(copies))
+        if copies == 1:
+            return rows
+        if len(set(self.send)) == 1:  # torch, too, sums in float32 whatever the type
+            apart = rows.view(len(self.send), 1, self.send[0], rows.shape[1])
+            return apart.expand(-1, copies, -1, -1).reshape(copies * len(rows), rows.shape[1])
+        return take(rows, *self._copy_orders(copies))
 
     def folded(self, rows: Tensor, copies: int) -> Tensor:
         """The float32 sum of the copies that came back, the transpose of :meth:`repeated`."""
-        return rows if copies == 1 else take(rows, *reversed(self._copy_orders(copies)))
+        if copies == 1:
+            return rows
+        if len(set(self.send)) == 1:
+            return rows.view(len(self.send), copies, self.send[0], rows.shape[1]).sum(1).flatten(0, 1)
+        return take(rows, *reversed(self._copy_orders(copies)))
 
     def _copy_orders(self, copies: int) -> tuple[Tensor, Tensor]:
-        starts = _starts(self.send)
-        repeat = ranges(
-            [s for s in starts for _ in range(copies)], [n for n in self.send for _ in range(copies)], self.device
-        )
-        fold = [
-            ranges([copies * s + copy * n for s, n in zip(starts, self.send, strict=True)], self.send, self.device)
-            for copy in range(copies)
-        ]
-        return repeat.unsqueeze(0), torch.stack(fold)
+        if copies not in self._orders_of_copies:
+            starts = _starts(self.send)
+            repeat = ranges(
+                [s for s in starts for _ in range(copies)], [n for n in self.send for _ in range(copies)], self.device
+            )
+            # copy c of a destination's row r, which is the r'th of all, lies (copies - 1) s + c n rows behind it
+            shifts = [[(copies - 1) * s + c * n for s, n in zip(starts, self.send, strict=True)] for c in range(copies)]
+            table = torch.tensor([*shifts, list(self.send)]).to(self.device, non_blocking=True)
+            rows = sum(self.send)
+            fold = table[:-1].repeat_interleave(table[-1], dim=1, output_size=rows)
+            self._orders_of_copies[copies] = repeat.unsqueeze(0), fold + torch.arange(rows, device=self.device)
+        return self._orders_of_copies[copies]
+
+    @cached_property
+    def _orders_of_copies(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -150,6 +179,12 @@ def exchange(counts: Tensor, mine: int, topology: Topology, travel: Travel, stat
     return Plan([[sum(peer) for peer in chunk] for chunk in sent], layouts)
 
 
+def _swapped(rows: Tensor, outer: int, inner: int) -> Tensor:
+    """Rows ``(outer * inner * n, M)`` in the order of ``(inner, outer, n)``."""
+    n = len(rows) // (outer * inner)
+    return rows.view(outer, inner, n, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
+
+
 class _Take(torch.autograd.Function):
     """Forward rows by index, summed over the index's first dim; backward the same with the transposed index."""
 
@@ -176,23 +211,30 @@ def take(rows: Tensor, index: Tensor, transposed: Tensor) -> Tensor:
     return result
 
 
-def pick(rows: Tensor, index: Tensor, gaps: bool = False) -> Tensor:
-    """``rows[index]``; with ``gaps`` an index of -1 gives zeros."""
-    if not gaps:
-        return rows.index_select(0, index)
+def pick(rows: Tensor, at: Tensor, missing: Tensor | None = None) -> Tensor:
+    """``rows[at]``, in memory of its own; zeros where ``missing``, ``(len(at), 1)``."""
+    if missing is None:
+        return rows.index_select(0, at)
     if not len(rows):
-        return rows.new_zeros((len(index), *rows.shape[1:]))
-    return rows.index_select(0, index.clamp_min(0)).masked_fill_((index < 0).unsqueeze(1), 0)
+        return rows.new_zeros((len(at), *rows.shape[1:]))
+    return rows.index_select(0, at).masked_fill_(missing, 0)
 
 
-def sum_rows(rows: Tensor, index: Tensor, gaps: bool = False) -> Tensor:
-    """``sum_j rows[index[j]]``, accumulated in float32."""
-    if index.shape[0] == 1:
-        return pick(rows, index[0], gaps)
-    total = pick(rows, index[0], gaps).to(torch.promote_types(rows.dtype, torch.float32))
-    for more in index[1:]:
-        total += pick(rows, more, gaps)
+def sum_rows(rows: Tensor, at: Tensor, missing: Tensor | None = None) -> Tensor:
+    """``sum_j rows[at[j]]``, accumulated in float32; nothing is added where ``missing``, ``(*at.shape, 1)``."""
+    first, *more = zip(at, each(missing, at), strict=True)
+    total = pick(rows, *first)
+    if not more:
+        return total
+    total = total.to(torch.promote_types(rows.dtype, torch.float32))
+    for places in more:
+        total += pick(rows, *places)
     return total.to(rows.dtype)
+
+
+def each(missing: Tensor | None, at: Tensor) -> Iterable[Tensor | None]:
+    """A mask for each row of ``at``, or as many times ``None``."""
+    return [None] * len(at) if missing is None else missing
 
 
 def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:

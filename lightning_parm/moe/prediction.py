@@ -3,7 +3,8 @@
 What the model neglects: imbalance between experts (every expert gets its fair share of rows) and between ranks; the
 router's own product and the losses; shared experts; other traffic on the links, such as gradients; congestion that
 depends on message sizes other than those calibrated; the lower efficiency of small matrix products; kernels started
-late by a busy host. Where ``links.overheads`` were measured they hold what a layer costs beyond bytes and products.
+late by a busy host; the sum of the router's few statistics over mp peers, on its way beside everything else. Where
+``links.overheads`` were measured they hold what a layer costs beyond bytes and products.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal, NamedTuple
 
-from lightning_parm.moe.cost import STATISTIC_BYTES, Workload
+from lightning_parm.moe.cost import Workload
 from lightning_parm.moe.links import Kind, LinkAxis, Links
 from lightning_parm.moe.timeline import Compute, Sent, Step, Transfer, duration, moments
 
@@ -62,13 +63,12 @@ def steps(candidate: Candidate, work: Workload, links: Links) -> list[list[list[
 
     if schedule == "s1":
         router = along("all_reduce", "tensor_parallel", None, work.num_experts * work.model_dim * work.router_bytes)
-        statistics = along("all_reduce", "tensor_parallel", (2 * work.num_experts + 2) * STATISTIC_BYTES, None)
         chunk = [_copy(own, links), *body, _copy(own, links)]
         if work.sequence_parallel:
-            return [[[*router, *counts]], [chunk] * chunks, [statistics]]
+            return [[[*router, *counts]], [chunk] * chunks]
         chunk += along("all_gather", "tensor_parallel", tokens / chunks, None)
         apart = along("all_gather", "tensor_parallel", None, tokens)
-        return [[[*apart, *router, *counts]], [chunk] * chunks, [statistics]]
+        return [[[*apart, *router, *counts]], [chunk] * chunks]
     if schedule == "s2":
         apart = along("all_gather", "tensor_parallel", None, own * mp)
         chunk = [*apart, *body, *along("all_gather", "tensor_parallel", own * mp, None)]

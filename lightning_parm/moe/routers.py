@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -146,6 +147,7 @@ class Router(nn.Module):
         prepare: Prepare | None = None,
         parts: Sequence[Part] | None = None,
         seed: int = 0,
+        differentiable: bool = True,
     ) -> tuple[Choice, Tensor]:
         """Choose experts.
 
@@ -154,6 +156,7 @@ class Router(nn.Module):
             prepare: Applied to the weight first; schedules correct its gradient with it.
             parts: Which tokens these are; one part by default.
             seed: Of the jitter; ranks that route the same tokens pass the same.
+            differentiable: Whether the statistics are, which costs time.
 
         Returns:
             The choice, and statistics ``(parts, 2 E + 2)``: per expert the tokens that chose it and the sum of its
@@ -168,22 +171,27 @@ class Router(nn.Module):
             if self.jitter and self.training:
                 x = x * torch.cat([self._noise(part, seed, x) for part in parts])
             logits = F.linear(x, weight.to(dtype))
-            scores = logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
+            normal = logits.log_softmax(-1)
+            scores = logits.sigmoid() if self.kind == "sigmoid" else normal.exp()
             choice = (
                 self._expert_choice(scores, lengths) if self.kind == "expert_choice" else self._top_k(scores, parts)
             )
-            sent = choice.weight.new_ones(()) if choice.kept is None else choice.kept.to(dtype)
-            load = torch.zeros_like(scores).scatter_add_(1, choice.expert, sent.expand_as(choice.expert))
-            probabilities = scores / scores.sum(-1, keepdim=True) if self.kind == "sigmoid" else scores
-            squares = logits.logsumexp(-1, keepdim=True).square()
-            each = torch.cat([load, probabilities, squares, torch.ones_like(squares)], -1)
-            return choice, torch.stack([part.sum(0) for part in torch.split(each, list(lengths))])
+            with nullcontext() if differentiable else torch.no_grad():
+                probabilities = scores / scores.sum(-1, keepdim=True) if self.kind == "sigmoid" else scores
+                partition = (logits - normal)[:, 0]
+                sent = choice.weight.new_ones(()) if choice.kept is None else choice.kept.to(dtype)
+                columns = (choice.expert, sent.expand_as(choice.expert), probabilities, partition)
+                if len(parts) == 1:
+                    return choice, _statistics(*columns).unsqueeze(0)
+                each = zip(*(torch.split(column, lengths) for column in columns), strict=True)
+                return choice, torch.stack([_statistics(*part) for part in each])
 
     def _top_k(self, scores: Tensor, parts: Sequence[Part]) -> Choice:
         if self.kind == "uniform":
             k, device = self.top_k, scores.device
             turns = [torch.arange(part.first * k, part.last * k, device=device) for part in parts]
-            expert = (torch.cat(turns) % self.num_experts).view(-1, k)
+            turn = turns[0] if len(turns) == 1 else torch.cat(turns)
+            expert = turn.remainder_(self.num_experts).view(-1, k)
         else:
             ranked = scores.detach() if self.bias is None else scores.detach() + self.bias
             if self.num_groups > 1:
@@ -192,8 +200,8 @@ class Router(nn.Module):
             expert = ranked.argsort(dim=-1, descending=True, stable=True)[:, : self.top_k]
         weight = scores.gather(-1, expert)
         if self.normalize:
-            weight = weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
-        return Choice(expert, weight * self.scale)
+            weight = _Shares.apply(weight)  # type: ignore[no-untyped-call]
+        return Choice(expert, weight if self.scale == 1.0 else weight * self.scale)
 
     def _within_groups(self, ranked: Tensor) -> Tensor:
         """Scores with ``-inf`` for the experts outside a token's best groups."""
@@ -219,3 +227,27 @@ class Router(nn.Module):
         generator = torch.Generator(x.device).manual_seed((seed + part.stream * 0x9E3779B97F4A7C15) % 2**63)
         noise = torch.empty((part.last, x.shape[1]), device=x.device, dtype=x.dtype)
         return noise.uniform_(1 - self.jitter, 1 + self.jitter, generator=generator)[part.first :]
+
+
+def _statistics(expert: Tensor, sent: Tensor, probabilities: Tensor, partition: Tensor) -> Tensor:
+    """Of one part, ``(2 E + 2,)``: choices ``(S, k)``, probabilities ``(S, E)``, log partition functions ``(S,)``."""
+    load = probabilities.new_zeros(probabilities.shape[1]).scatter_add_(0, expert.flatten(), sent.flatten())
+    squares = partition.square().sum(0, keepdim=True)
+    return torch.cat([load, probabilities.sum(0), squares, squares.new_full((1,), len(partition))])
+
+
+class _Shares(torch.autograd.Function):
+    """Forward the last dim's shares of its sum; backward in as few operations."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        total = weight.sum(-1, keepdim=True).clamp_min_(torch.finfo(weight.dtype).tiny)
+        shares = weight / total
+        ctx.save_for_backward(shares, total)
+        return shares
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        shares, total = ctx.saved_tensors
+        of_weight: Tensor = (gradient - (gradient * shares).sum(-1, keepdim=True)).div_(total)
+        return of_weight

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_parm.moe.layout import pick, sum_rows
+from lightning_parm.moe.layout import each, pick, sum_rows
 
 DropPolicy = Literal["position", "probability"]
 
@@ -31,6 +32,22 @@ class Choice:
     weight: Tensor
     kept: Tensor | None = None
     position: Tensor | None = None
+
+
+class Places(NamedTuple):
+    """Where to pick rows.
+
+    Attributes:
+        at: Indices.
+        missing: Where, with one more dim of size 1, nothing is to be picked; ``None`` if nowhere.
+    """
+
+    at: Tensor
+    missing: Tensor | None
+
+
+def _places(index: Tensor, gaps: bool) -> Places:
+    return Places(index.clamp_min(0), (index < 0).unsqueeze(-1)) if gaps else Places(index, None)
 
 
 @dataclass(frozen=True)
@@ -64,19 +81,31 @@ class Routing:
 
     def dispatch(self, x: Tensor) -> Tensor:
         """Tokens ``(S, M)`` -> rows ``(R, M)``, sorted by chunk, peer and expert."""
-        rows: Tensor = _Dispatch.apply(x, self._tokens, self.slots, self.gaps)  # type: ignore[no-untyped-call]
+        rows: Tensor = _Dispatch.apply(x, *self._tokens, *self._slots)  # type: ignore[no-untyped-call]
         return rows
 
     def combine(self, rows: Tensor) -> Tensor:
         """Results ``(R, M)`` -> the weighted sum for every token ``(S, M)``, accumulated in float32."""
         y: Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
-            rows, self.weight, self.source, self._tokens, self.slots, self.gaps
+            rows, self.weight, self._choices[0], *self._tokens, *self._slots
         )
         return y
 
-    @property
-    def _tokens(self) -> Tensor:
-        return self.source.div(self.slots.shape[1], rounding_mode="floor")  # keeps -1
+    @cached_property
+    def _choices(self) -> Places:
+        """The choice of each row."""
+        return _places(self.source, self.gaps)
+
+    @cached_property
+    def _tokens(self) -> Places:
+        """The token of each row."""
+        (at, missing), top_k = self._choices, self.slots.shape[1]
+        return Places(at if top_k == 1 else at.div(top_k, rounding_mode="floor"), missing)
+
+    @cached_property
+    def _slots(self) -> Places:
+        """The rows of each token, ``(k, S)``."""
+        return _places(self.slots.t(), self.gaps)
 
     def trimmed(self, rows: int) -> Routing:
         """Without the choices that were sorted behind the first ``rows`` because they are not sent."""
@@ -86,6 +115,8 @@ class Routing:
 
     def chunks(self, sizes: Sequence[int]) -> list[Routing]:
         """One routing for each range of tokens, ``sizes[i]`` rows each; see :func:`arrange`."""
+        if len(sizes) == 1:
+            return [self]
         num_tokens, top_k = self.slots.shape
         parts, row = [], 0
         for (first, last), rows in zip(token_ranges(num_tokens, len(sizes)), sizes, strict=True):
@@ -131,17 +162,21 @@ def drop(
         tensor([False,  True,  True])
     """
     device, shape = choice.expert.device, choice.expert.shape
-    table = torch.tensor([list(lengths), list(capacities), [0, *accumulate(capacities)][:-1]]).to(device)
-    part = torch.arange(len(lengths), device=device).repeat_interleave(table[0], output_size=shape[0])
-    keys = (part.unsqueeze(1) * num_experts + choice.expert).flatten()
-    order = torch.arange(keys.numel(), device=device)
+    keys, limit, before = choice.expert.flatten(), capacities[0], None
+    if len(lengths) > 1:
+        table = torch.tensor([list(lengths), list(capacities), [0, *accumulate(capacities)][:-1]]).to(device)
+        part = torch.arange(len(lengths), device=device).repeat_interleave(table[0], output_size=shape[0])
+        keys = (part.unsqueeze(1) * num_experts + choice.expert).flatten()
+        limit, before = table[1:, part].unsqueeze(-1)
     if policy == "probability":
-        order = choice.weight.detach().flatten().argsort(descending=True, stable=True)
-    keys, by_key = keys[order].sort(stable=True)
+        first = choice.weight.detach().flatten().argsort(descending=True, stable=True)
+        keys, by_key = keys[first].sort(stable=True)
+        order = first[by_key]
+    else:
+        keys, order = keys.sort(stable=True)
     place = torch.arange(keys.numel(), device=device) - torch.searchsorted(keys, keys)
-    position = torch.empty_like(place).scatter_(0, order[by_key], place).view(shape)
-    limit, before = table[1:, part].unsqueeze(-1)
-    return replace(choice, kept=position < limit, position=position + before)
+    position = torch.empty_like(place).scatter_(0, order, place).view(shape)
+    return replace(choice, kept=position < limit, position=position if before is None else position + before)
 
 
 def arrange(choice: Choice, num_experts: int, chunks: int = 1, peers: int | None = None) -> Routing:
@@ -154,25 +189,24 @@ def arrange(choice: Choice, num_experts: int, chunks: int = 1, peers: int | None
         peers: mp peers that share the rows out, by dealing them like cards: every peer and chunk gets its share of
             every expert.
     """
-    expert, (num_tokens, top_k) = choice.expert.flatten(), choice.expert.shape
-    unsent = None if choice.kept is None else ~choice.kept.flatten()
-    row = torch.arange(expert.numel(), device=expert.device)
-    order = row
-    if peers is None:
-        part = (row // top_k) * chunks // max(num_tokens, 1)
-    else:
-        order = (expert if unsent is None else expert.masked_fill(unsent, num_experts)).argsort(stable=True)
-        part = (row // peers % chunks) * peers + row % peers
+    keys, (num_tokens, top_k) = choice.expert.flatten(), choice.expert.shape
     parts = chunks * (peers or 1)
-    keys = part * num_experts + expert[order]
-    if unsent is not None:
-        keys = keys.masked_fill(unsent[order], parts * num_experts)
-    keys, by_key = keys.sort(stable=True)
-    source = order[by_key]
-    edges = torch.arange(parts * num_experts + 1, device=expert.device)
+    row = torch.arange(keys.numel(), device=keys.device)
+    if peers is None and chunks > 1:
+        keys = row // top_k * chunks // max(num_tokens, 1) * num_experts + keys
+    if choice.kept is not None:
+        keys = keys.masked_fill(~choice.kept.flatten(), parts * num_experts)  # behind all that is sent
+    keys, source = keys.sort(stable=True)
+    if peers is not None and parts > 1:
+        dealt = (row // peers % chunks * peers + row % peers) * num_experts + keys
+        if choice.kept is not None:
+            dealt = dealt.where(keys < num_experts, parts * num_experts)
+        keys, by_key = dealt.sort(stable=True)
+        source = source[by_key]
+    edges = torch.arange(parts * num_experts + 1, device=keys.device)
     counts = torch.searchsorted(keys, edges).diff().view(chunks, peers or 1, num_experts)
     slots = torch.empty_like(source).scatter_(0, source, row).view(num_tokens, top_k)
-    return Routing(counts, source, slots, choice.weight, gaps=unsent is not None)
+    return Routing(counts, source, slots, choice.weight, gaps=choice.kept is not None)
 
 
 def arrange_static(choice: Choice, num_experts: int, width: int, chunks: int = 1, peers: int = 1) -> Routing:
@@ -189,8 +223,10 @@ def arrange_static(choice: Choice, num_experts: int, width: int, chunks: int = 1
     assert choice.kept is not None
     parts = chunks * peers
     width = -(-width // parts)
-    part = choice.position % parts  # dealt as in arrange, for each expert by itself
-    slots = (part * num_experts + choice.expert) * width + choice.position // parts
+    cell, place = choice.expert, choice.position
+    if parts > 1:  # dealt as in arrange, for each expert by itself
+        cell, place = place % parts * num_experts + cell, place // parts
+    slots = cell * width + place
     rows = parts * num_experts * width
     slots = slots.where(choice.kept, rows).flatten()
     source = slots.new_full((rows + 1,), -1)
@@ -214,15 +250,15 @@ class _Dispatch(torch.autograd.Function):
     """Forward the token of each row; backward the sum of each token's rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, slots: Tensor, gaps: bool) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.gaps = gaps
-        return pick(x, token, gaps)
+    def forward(
+        ctx: Any, x: Tensor, token: Tensor, empty: Tensor | None, slots: Tensor, unsent: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(slots, unsent)
+        return pick(x, token, empty)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (slots,) = ctx.saved_tensors
-        return sum_rows(gradient, slots.t(), ctx.gaps), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return sum_rows(gradient, *ctx.saved_tensors), None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -230,20 +266,28 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, source: Tensor, token: Tensor, slots: Tensor, gaps: bool
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        choice: Tensor,
+        token: Tensor,
+        empty: Tensor | None,
+        slots: Tensor,
+        unsent: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(rows, weight, source, token, slots)
-        ctx.gaps = gaps
-        total = weight.new_zeros((slots.shape[0], rows.shape[1]))
-        for column, factor in zip(slots.t(), weight.t(), strict=True):
-            total.addcmul_(pick(rows, column, gaps).to(total.dtype), factor.unsqueeze(1))
+        ctx.save_for_backward(rows, weight, choice, token, empty, slots, unsent)
+        total: Tensor | None = None
+        for at, missing, factor in zip(slots, each(unsent, slots), weight.t().unsqueeze(-1), strict=True):
+            part = pick(rows, at, missing).to(weight.dtype)
+            total = part.mul_(factor) if total is None else total.addcmul_(part, factor)
+        assert total is not None
         return total.to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        rows, weight, source, token, slots = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, choice, token, empty, slots, unsent = ctx.saved_tensors
         wide = gradient.to(weight.dtype)
-        of_row = pick(weight.view(-1, 1), source, ctx.gaps)
-        row_gradient = (pick(wide, token, ctx.gaps) * of_row).to(rows.dtype)
-        products = [(wide * pick(rows, column, ctx.gaps)).sum(-1) for column in slots.t()]
-        return row_gradient, torch.stack(products, -1), None, None, None, None
+        of_row = pick(weight.view(-1, 1), choice, empty)
+        row_gradient = (pick(wide, token, empty) * of_row).to(rows.dtype)
+        products = [(wide * pick(rows, *each)).sum(-1) for each in zip(slots, each(unsent, slots), strict=True)]
+        return row_gradient, torch.stack(products, -1), None, None, None, None, None

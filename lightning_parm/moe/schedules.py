@@ -57,6 +57,10 @@ class Layer(Protocol):
     experts: Experts
     shared_experts: Experts | None
 
+    @property
+    def has_auxiliary_loss(self) -> bool:
+        """Whether the router's statistics are part of the loss."""
+
 
 class Outcome(NamedTuple):
     """What a schedule gives.
@@ -114,8 +118,8 @@ def baseline(layer: Layer, x: Tensor, transport: Transport, chunks: int) -> Outc
     first = topology.rank - topology.expert_shard_rank
     parts = [Part((first + peer) // mp_size, 0, size) for peer, size in enumerate(sizes)]
     # every esp peer routes all of their tokens, and every token reaches its expert once from each of its mp peers
-    choice, statistics = _route(layer, everyone, parts, partial(scale_gradient, factor=1 / esp_size))
-    routing, plan = _arrange(layer, choice, "plain", sizes)
+    choice, statistics = route(layer, everyone, parts, partial(scale_gradient, factor=1 / esp_size))
+    routing, plan = lay_out(layer, choice, "plain", sizes)
     once = partial(scale_gradient, factor=1 / mp_size)
     rows = _through_shards(layer, routing.dispatch(_cast(everyone)), plan.layouts[0], once)
     y = _plus(split(routing.combine(rows), sizes, esp).wait(), _shared(layer, x))
@@ -131,8 +135,8 @@ def plain(layer: Layer, x: Tensor, transport: Transport, chunks: int) -> Outcome
             f"schedule='plain' needs tensor_parallel_size = expert_shard_size, but they are "
             f"{topology.tensor_parallel_size} and {topology.expert_shard_size}; use 's1' or 's2'."
         )
-    choice, statistics = _route(layer, x, [Part(topology.data_parallel_rank, 0, len(x))])
-    routing, plan = _arrange(layer, choice, "plain", [len(x)])
+    choice, statistics = route(layer, x, [Part(topology.data_parallel_rank, 0, len(x))])
+    routing, plan = lay_out(layer, choice, "plain", [len(x)])
     rows = _through_shards(layer, routing.dispatch(_cast(x)), plan.layouts[0])
     y = _plus(routing.combine(rows), _shared(layer, x))
     load = _load(layer, statistics) / topology.tensor_parallel_size
@@ -153,8 +157,10 @@ def s1(layer: Layer, x: Tensor, transport: Transport, chunks: int) -> Outcome:
         own = split(x, peers, mp).wait()
         first = sum(peers[: topology.tensor_parallel_rank])
         part = Part(topology.data_parallel_rank, first, first + len(own))
-    choice, statistics = _route(layer, own, [part], over_mp)
-    routing, plan = _arrange(layer, choice, transport, [max(peers)], chunks)
+    choice, statistics = route(layer, own, [part], over_mp)
+    load = _load(layer, statistics)
+    summing = reduce(statistics, mp if layer.has_auxiliary_loss else None)
+    routing, plan = lay_out(layer, choice, transport, [max(peers)], chunks)
 
     def chunk(tokens: Tensor, routing: Routing, layout: Layout, sizes: tuple[int, ...]) -> Steps[Tensor]:
         sending = send(routing.dispatch(_cast(tokens)), layout, topology)
@@ -167,22 +173,26 @@ def s1(layer: Layer, x: Tensor, transport: Transport, chunks: int) -> Outcome:
         yield
         return whole.wait()
 
-    ranges = torch.split(own, _lengths(len(own), chunks))
+    ranges = [own] if chunks == 1 else torch.split(own, _lengths(len(own), chunks))
     sizes = list(zip(*(_lengths(peer, chunks) for peer in peers), strict=True))
     routings = routing.chunks([rows for (rows,) in plan.sizes])
     done = run([chunk(*each) for each in zip(ranges, routings, plan.layouts, sizes, strict=True)])
-    pieces = [torch.split(y, list(size)) for y, size in zip(done, sizes, strict=True)]  # [chunk][peer]
-    y = _cat([piece for peer in zip(*pieces, strict=True) for piece in peer])
-    return Outcome(y, reduce(statistics, mp).wait(), 0, _load(layer, statistics), _dropped(layer, choice))
+    y = done[0]
+    if chunks > 1:
+        pieces = [torch.split(y, list(size)) for y, size in zip(done, sizes, strict=True)]  # [chunk][peer]
+        y = torch.cat([piece for peer in zip(*pieces, strict=True) for piece in peer])
+    return Outcome(y, summing.wait(), 0, load, _dropped(layer, choice))
 
 
 def s2(layer: Layer, x: Tensor, transport: Transport, chunks: int) -> Outcome:
     """MP pauses between dispatch and combine; returning chunks overlap the mp AllGather (SAA); chunks are of rows."""
     topology, mp = layer.topology, layer.topology.group("tensor_parallel")
     send, give_back = TRANSPORTS[transport]
-    choice, statistics = _route(layer, x, [Part(topology.data_parallel_rank, 0, len(x))])
-    routing, plan = _arrange(layer, choice, transport, [len(x)], chunks, share=True)
-    rows = torch.split(routing.dispatch(_cast(x)), [sum(peers) for peers in plan.sizes])
+    choice, statistics = route(layer, x, [Part(topology.data_parallel_rank, 0, len(x))])
+    routing, plan = lay_out(layer, choice, transport, [len(x)], chunks, share=True)
+    rows: Sequence[Tensor] = [routing.dispatch(_cast(x))]
+    if chunks > 1:
+        rows = torch.split(rows[0], [sum(peers) for peers in plan.sizes])
     # all splits before the first chunk: in backward their AllGathers then overlap the chunks that follow
     own = [split(part, sizes, mp) for part, sizes in zip(rows, plan.sizes, strict=True)]
 
@@ -205,10 +215,10 @@ SCHEDULES = {"baseline": baseline, "plain": plain, "s1": s1, "s2": s2}
 TRANSPORTS = {"fused": (send_fused, return_fused), "two_hop": (send_two_hop, return_two_hop)}
 
 
-def _route(layer: Layer, x: Tensor, parts: Sequence[Part], prepare: Prepare | None = None) -> tuple[Choice, Tensor]:
+def route(layer: Layer, x: Tensor, parts: Sequence[Part], prepare: Prepare | None = None) -> tuple[Choice, Tensor]:
     """Choose experts, and drop what is beyond their capacity, for each part by itself."""
     seed = _agreed_seed(layer, x.device) if layer.router.jitter and layer.training else 0
-    choice, statistics = layer.router(x, prepare, parts, seed)
+    choice, statistics = layer.router(x, prepare, parts, seed, layer.has_auxiliary_loss)
     if layer.capacity_factor is not None and layer.router.kind != "expert_choice":
         lengths = [part.length for part in parts]
         choice = drop(choice, layer.num_experts, lengths, [_capacity(layer, n) for n in lengths], layer.drop_policy)
@@ -229,7 +239,7 @@ def _agreed_seed(layer: Layer, device: torch.device) -> int:
     return int(seed)
 
 
-def _arrange(
+def lay_out(
     layer: Layer, choice: Choice, travel: Travel, lengths: Sequence[int], chunks: int = 1, share: bool = False
 ) -> tuple[Routing, Plan]:
     """Sort the rows and tell every rank what it will get.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,8 +19,9 @@ DENSE_AXES: tuple[Axis, ...] = ("data_parallel", "tensor_parallel")
 SPARSE_AXES: tuple[Axis, ...] = ("expert_data_parallel", "expert_parallel", "expert_shard")
 
 # Groups live exactly as long as the default process group they were cut from: a second Topology of equal sizes finds
-# them here instead of opening new connections, and destroying the default group forgets them.
-_groups: WeakKeyDictionary[dist.ProcessGroup, dict[Partition, dist.ProcessGroup]] = WeakKeyDictionary()
+# them here instead of opening new connections, and destroying the default group forgets them. Layers ask several times
+# in each pass, so groups are found by sizes too, without writing down the partition of all ranks.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[Any, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -210,14 +211,16 @@ class Topology:
             )
         world = dist.group.WORLD
         assert world is not None
-        partition = self._partition(axis)
-        if len(partition) == 1:
+        if self.size(axis) == self.world_size:
             return world
         groups = _groups.setdefault(world, {})
-        if partition not in groups:
-            ranks = [list(group) for group in partition]
-            groups[partition], _ = dist.new_subgroups_by_enumeration(ranks, timeout=_timeout(world))
-        return groups[partition]
+        if (self, axis) not in groups:
+            partition = self._partition(axis)
+            if partition not in groups:
+                ranks = [list(group) for group in partition]
+                groups[partition], _ = dist.new_subgroups_by_enumeration(ranks, timeout=_timeout(world))
+            groups[self, axis] = groups[partition]
+        return groups[self, axis]
 
     def _partition(self, axis: Axis) -> Partition:
         """All groups along ``axis``, as ranks of the job."""

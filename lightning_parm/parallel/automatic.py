@@ -118,6 +118,7 @@ class AutomaticSchedule:
             capacity_factor=layer.capacity_factor,
             static_shapes=layer.static_shapes,
             sequence_parallel=layer.sequence_parallel,
+            auxiliary_loss=layer.has_auxiliary_loss,
             num_matrices=3 if layer.experts.activation == "swiglu" else 2,
             element_bytes=element_bytes,
         )

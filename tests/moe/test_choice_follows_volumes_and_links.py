@@ -31,7 +31,11 @@ def test_predictions_are_made_of_the_bytes_that_the_schedules_send(
     sizes: tuple[int, int, int], static: bool, sequence_parallel: bool
 ) -> None:
     work = workload(
-        *sizes, capacity_factor=1.5 if static else None, static_shapes=static, sequence_parallel=sequence_parallel
+        *sizes,
+        capacity_factor=1.5 if static else None,
+        static_shapes=static,
+        sequence_parallel=sequence_parallel,
+        auxiliary_loss=False,
     )
     for candidate in [*candidates(work, max_chunks=3), *comparisons(work)[:1]]:
         if candidate.schedule == "deepspeed":

@@ -31,7 +31,7 @@ SETTINGS: list[dict[str, Any]] = [
     {},
     {"sequence_parallel": True},
     {"capacity_factor": 1.0, "static_shapes": True},
-    {"num_shared_experts": 1},
+    {"num_shared_experts": 1, "auxiliary_loss": False},
 ]
 
 
@@ -87,9 +87,10 @@ def test_recorded_calls_equal_the_formulas(
     for settings, (schedule, transport, chunks) in product(SETTINGS, plans(mp, esp)):
         if settings.get("static_shapes") and schedule == "s1" and chunks > 1:
             continue  # then rows are counted and sent as without static shapes
-        layer = MoE(M, H, ep, top_k=min(K, ep), router="uniform", **settings)
+        work = Workload(num_tokens, M, H, ep, min(K, ep), mp, ep, esp, **settings)
+        options = {name: value for name, value in settings.items() if name != "auxiliary_loss"}
+        layer = MoE(M, H, ep, work.top_k, router="uniform", balance_loss_weight=float(work.auxiliary_loss), **options)
         layer.parallelize(topology, schedule, transport, chunks)  # type: ignore[arg-type]
-        work = Workload(num_tokens, M, H, ep, layer.top_k, mp, ep, esp, **settings)
         own = num_tokens // mp if layer.sequence_parallel else num_tokens
         x = torch.randn(own, M, requires_grad=True)
         recorded.clear()

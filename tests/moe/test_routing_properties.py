@@ -141,10 +141,16 @@ def test_gradients_of_take_are_numerically_right() -> None:
 def test_sums_of_copies_round_once() -> None:
     rows = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()
     assert sum_rows(rows, torch.tensor([[0], [1], [2]])).item() == 258.0  # 256 + 1 + 1 is 256 in a bfloat16 running sum
+    even = Layout((1,), ((1,),), torch.device("cpu"))
+    assert even.folded(rows, copies=3).item() == 258.0
+    one = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    even.repeated(one, copies=3).backward(rows)
+    assert one.grad is not None
+    assert one.grad.item() == 258.0
 
 
 def test_gaps_are_zeros_even_where_there_is_nothing_to_pick() -> None:
-    index = torch.tensor([-1, 0])
-    assert pick(torch.full((1, 2), torch.nan), index, gaps=True)[0].tolist() == [0.0, 0.0]
-    assert pick(torch.empty(0, 2), index, gaps=True).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    missing = torch.tensor([[True], [False]])
+    assert pick(torch.full((1, 2), torch.nan), torch.tensor([0, 0]), missing)[0].tolist() == [0.0, 0.0]
+    assert pick(torch.empty(0, 2), torch.tensor([0, 0]), torch.ones_like(missing)).tolist() == [[0.0, 0.0], [0.0, 0.0]]
     assert ranges([], [], torch.device("cpu")).tolist() == []
