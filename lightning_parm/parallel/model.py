@@ -112,6 +112,7 @@ class ParallelModel:
         if reducer is not None:
             reducer.start()
         yield
+        give_back(self._module)  # nothing gathered may outlive the optimizer's step
         if reducer is not None:
             reducer.finish()
 

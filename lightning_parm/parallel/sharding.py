@@ -10,11 +10,16 @@ no dim fits        not at all              it stays on every replica, and its gr
 
 Blocks (members of a ``ModuleList``) are gathered when they run and given back after; all else in the module is one more
 unit, gathered while a step runs. Both kinds of parameters of a block travel beside each other, each over its own ranks.
+
+A module that optimises by hand steps in the middle of what would gather that last unit. There every module that holds
+parameters itself is a unit, gathered whenever it is called and given back after; what belongs to no such call stays on
+every replica: parameters of the LightningModule itself and of a ``ParameterList``, and tied ones.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
@@ -25,8 +30,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
 
-from lightning_parm.moe import Topology
+from lightning_parm.moe import MoE, Topology
 from lightning_parm.moe.collectives import scale_gradient
 from lightning_parm.moe.experts import Experts
 from lightning_parm.parallel.placement import moe_layers
@@ -42,17 +48,9 @@ def shard(module: nn.Module, topology: Topology, dense_mesh: DeviceMesh, sparse_
         topology: The sizes.
         dense_mesh: The ranks by data_parallel and tensor_parallel.
         sparse_mesh: The ranks by expert_data_parallel, expert_parallel and expert_shard.
-
-    Raises:
-        ValueError: If the module optimises by hand.
     """
     if any(isinstance(child, FSDPModule) for child in module.modules()):
         return
-    if isinstance(module, LightningModule) and not module.automatic_optimization:
-        raise ValueError(
-            f"data_parallel='shard' gathers parameters around each step of the Trainer, but {type(module).__name__} "
-            "runs backward inside training_step (automatic_optimization=False). Set data_parallel='replicate'."
-        )
     plan: dict[nn.Parameter, ShardPlacementResult] = {}
     dense = FSDPMeshInfo(dense_mesh["data_parallel"], shard_mesh_dim=0)
     sparse = FSDPMeshInfo(sparse_mesh["expert_data_parallel"], shard_mesh_dim=0)
@@ -71,12 +69,22 @@ def shard(module: nn.Module, topology: Topology, dense_mesh: DeviceMesh, sparse_
             dim = _dense_dim(parameter, topology.data_parallel_size)
             if dim is not None:
                 plan[parameter] = ShardPlacementResult(Shard(dim), dense)
+    by_hand = isinstance(module, LightningModule) and not module.automatic_optimization
+    units = [*_called(module)] if by_hand else [*_blocks(module), module]
+    if by_hand:
+        kept = _tied(module) | ({*module.parameters()} - {p for unit in units for p in unit.parameters()})
+        plan = {parameter: cut for parameter, cut in plan.items() if parameter not in kept}
     whole = {parameter for parameter in module.parameters() if parameter not in plan}
     for _, layer in moe_layers(module):
         _scale_fresh_gradients(layer.experts, set(plan), topology)
-    for unit in (*_blocks(module), module):
-        fully_shard(unit, mesh=dense.mesh, shard_placement_fn=plan.get, ignored_params=whole)
-    if isinstance(module, LightningModule):
+    for unit in units:
+        if by_hand:
+            unit.register_forward_hook(_own_output)
+        again = True if by_hand else None  # None: the outermost unit stays gathered from forward to backward
+        fully_shard(
+            unit, mesh=dense.mesh, reshard_after_forward=again, shard_placement_fn=plan.get, ignored_params=whole
+        )
+    if isinstance(module, LightningModule) and not by_hand:
         for step in STEPS:
             register_fsdp_forward_method(module, step)
             if step != "training_step":
@@ -87,8 +95,9 @@ def shard(module: nn.Module, topology: Topology, dense_mesh: DeviceMesh, sparse_
 
 def synchronise(module: nn.Module, active: bool) -> None:
     """Whether the next backward pass averages the gradients of sharded parameters, or keeps and adds them up."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(active)
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.set_requires_gradient_sync(active, recurse=False)
 
 
 def give_back(module: nn.Module) -> None:
@@ -117,6 +126,34 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from (block for block in child if any(True for _ in block.parameters()))
         else:
             yield from _blocks(child)
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Blocks, mixtures and the outermost modules that hold parameters themselves; inner ones before outer ones."""
+    for child in module.children():
+        container = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+        holds = isinstance(child, MoE) or any(True for _ in child.parameters(recurse=False))
+        if isinstance(child, nn.ModuleList):
+            for block in child:
+                if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+                    yield from _called(block)
+                elif any(True for _ in block.parameters()):
+                    yield block
+        elif holds and not container:
+            yield from _blocks(child)
+            yield child
+        else:
+            yield from _called(child)
+
+
+def _own_output(_: nn.Module, __: Any, output: Any) -> Any:
+    """Copies what is a view, such as what ``nn.Linear`` returns: FSDP2's hook on a view is lost when it is changed."""
+    return tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad and t._base is not None else t, output)
+
+
+def _tied(module: nn.Module) -> set[nn.Parameter]:
+    uses = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, number in uses.items() if number > 1}
 
 
 def _free_dim(tensor: Tensor, taken: set[int | None], size: int) -> int | None:

@@ -1,6 +1,7 @@
 """``data_parallel="shard"``: the same training as with replicas, with each rank holding a part of everything."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from data.corpora import write_arrow
 from distributed import run_ranks
 from hall.models import RecordingGPT, small_gpt
 from hall.trainers import OrderedTokens, RandomTokens, make_trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_parm import ParmStrategy, TokenDataModule
@@ -142,18 +144,85 @@ def test_checkpoints_go_from_shards_to_replicas_and_back(tmp_path: Path) -> None
             torch.testing.assert_close(ours, expected[4:], rtol=0, atol=1e-10)
 
 
-def test_a_second_fit_goes_on_with_the_shards_and_modules_that_step_by_hand_are_refused() -> None:
-    class ByHand(RecordingGPT):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.automatic_optimization = False
+class ByHand(RecordingGPT):
+    """Two optimizers in turns, one of them after an accumulation, and parameters held in every way."""
 
+    def __init__(self, tied: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+        self.scale = nn.Parameter(torch.ones(32))
+        self.offsets = nn.ParameterList([torch.zeros(32)])
+        self.critic = nn.Sequential(
+            nn.Linear(32, 16), nn.ReLU(inplace=True), nn.ModuleDict({"last": nn.Linear(16, 2)})["last"]
+        )
+        self.pools = nn.ModuleList([nn.ModuleList([nn.Linear(32, 2)]), nn.Identity()])
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.seen: list[bool] = []
+
+    def forward(self, *args: Any) -> Tensor:
+        logits = super().forward(*args)
+        return logits * self.scale + self.offsets[0] + self.pools[0][0](logits).sum(-1, keepdim=True)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        writer, critic = self.optimizers()
+        logits = self(batch["input_ids"])
+        with self.toggled_optimizer(critic):
+            judged = self.critic(logits.detach()).square().mean() - self.critic(logits.detach().sin()).tanh().mean()
+            self.manual_backward(judged)
+            self.seen.append(any(p.grad is None for p in self.critic.parameters()))
+            self.clip_gradients(critic, gradient_clip_val=0.1)
+            critic.step()
+            critic.zero_grad()
+        with self.toggled_optimizer(writer):
+            with getattr(self.trainer.strategy, "block_backward_sync", nullcontext)():
+                self.manual_backward(self.critic(self(batch["input_ids"].flip(0))).square().mean())
+            loss = F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten()) + self.critic(logits).mean()
+            self.manual_backward(loss)
+            self.seen.append(any(p.grad is not None for p in self.critic.parameters()))
+            self.clip_gradients(writer, gradient_clip_val=0.5)
+            writer.step()
+            writer.zero_grad()
+        reduce = self.trainer.strategy.reduce
+        self.losses += [float(reduce(each.detach().clone(), reduce_op="mean")) for each in (judged, loss)]
+
+    def configure_optimizers(self) -> Any:
+        judges = {*self.critic.parameters()}
+        writes = [parameter for parameter in self.parameters() if parameter not in judges]
+        return torch.optim.AdamW(writes, lr=0.02), torch.optim.SGD(judges, lr=0.1)
+
+
+def by_hand(rank: int, world_size: int, sizes: dict[str, Any] | None, tied: bool) -> tuple[Any, ...]:
+    strategy = "auto" if sizes is None else ParmStrategy(**sizes)
+    trainer = make_trainer(rank, world_size, strategy, max_steps=6, max_epochs=-1, val_check_interval=2)
+    gpt: Any = small_gpt(torch.float64, cls=ByHand, num_shared_experts=1, tied=tied)
+    data: Any = OrderedTokens(24, 8)
+    data.val_dataloader = lambda: DataLoader(RandomTokens(4), batch_size=2)
+    trainer.fit(gpt, data)
+    whole = {name for name, parameter in gpt.named_parameters() if not isinstance(parameter, DTensor)}
+    return (gpt.losses, gpt.norms, float(trainer.callback_metrics["val_loss"])), gpt.seen, whole
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "tied"),
+    [(2, DP4, True), (4, EP2, False), (4, MP2, False)],
+    ids=["dp2", "ep2-edp2", "mp2-dp2"],
+)
+def test_a_module_that_steps_by_hand_trains_as_on_one_process(
+    world_size: int, sizes: dict[str, Any], tied: bool
+) -> None:
+    expected, _, _ = by_hand(0, 1, None, tied)
+    for ours, seen, whole in run_ranks(world_size, by_hand, {**sizes, **SHARD}, tied):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+        assert not any(seen), "each optimizer's parameters have gradients in its turn, and no other"
+        assert {"scale", "offsets.0"} <= whole
+        assert ("embedding.weight" in whole) == tied
+        assert not {"norm.weight", "critic.0.bias", "pools.0.0.weight", "blocks.0.attention_norm.weight"} & whole
+
+
+def test_a_second_fit_goes_on_with_the_shards() -> None:
     def rank_main(rank: int, world_size: int) -> list[float]:
         strategy = {**EP2, **SHARD}
-        with pytest.raises(ValueError, match=r"ByHand runs backward inside training_step"):
-            make_trainer(rank, world_size, ParmStrategy(**strategy), max_steps=1).fit(
-                small_gpt(cls=ByHand), OrderedTokens(8, 8)
-            )
         model, _ = fit(rank, world_size, strategy, 2)
         assert isinstance(model, FSDPModule)
         make_trainer(rank, world_size, ParmStrategy(**strategy), max_steps=2).fit(model, OrderedTokens(16, 8))
