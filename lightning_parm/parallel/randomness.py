@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -56,3 +57,43 @@ def different_on_peers(mesh: DeviceMesh | None, device: torch.device) -> Generat
         yield
     finally:
         generator.set_state(state)
+
+
+def draw_differently_inside(
+    module: nn.Module, cutting: Iterable[nn.Module], joining: Iterable[nn.Module], mesh: DeviceMesh | None
+) -> None:
+    """Let a module that was written for one rank draw by :func:`different_on_peers` while its activations are cut.
+
+    That is from the first of its layers that cut them (queries, keys and values, say) to the one that joins them (the
+    output projection); before and after, ranks draw alike. A module whose dropout is 0 draws nothing more than before.
+
+    Args:
+        module: A module in training, with dropout of its own or in children.
+        cutting: Its layers whose output is cut.
+        joining: Its layers whose input is cut.
+        mesh: The ranks; None for a rank on its own.
+
+    Example:
+        >>> layer = nn.ModuleDict({"up": nn.Linear(4, 8), "drop": nn.Dropout(0.1), "down": nn.Linear(8, 4)})
+        >>> draw_differently_inside(layer, [layer["up"]], [layer["down"]], mesh=None)
+    """
+    inside = ExitStack()
+
+    def cut(layer: nn.Module, _: Any) -> None:
+        inside.close()
+        if module.training and _drops(module):
+            inside.enter_context(different_on_peers(mesh, next(layer.parameters()).device))
+
+    def join(*_: Any) -> None:
+        inside.close()
+
+    for layer in cutting:
+        layer.register_forward_pre_hook(cut)
+    for layer in joining:
+        layer.register_forward_pre_hook(join)
+    module.register_forward_hook(join, always_call=True)  # also where an error ends it, or a checkpoint's recomputation
+
+
+def _drops(module: nn.Module) -> bool:
+    numbers = [value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+    return any(numbers) or any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.modules())

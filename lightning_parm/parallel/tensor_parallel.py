@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from lightning_parm.moe import MoE
 from lightning_parm.parallel.placement import moe_layers
+from lightning_parm.parallel.randomness import draw_differently_inside
 
 #: Hugging Face's names of styles. Norms of single heads see this rank's heads, in the last but one dim.
 STYLES: dict[str, ParallelStyle] = {
@@ -42,7 +43,8 @@ def cut_dense_layers(module: nn.Module, mesh: DeviceMesh) -> None:
 
     The plan maps module names to :class:`torch.distributed.tensor.parallel.ParallelStyle` and is the module's
     ``tensor_parallel_plan``: an attribute, a property or a method. Without one, the plans of Hugging Face models inside
-    are taken, see :func:`hugging_face_plan`.
+    are taken, see :func:`hugging_face_plan`; what those drop between a layer that cuts activations and the one that
+    joins them, attention probabilities above all, each rank then draws for itself.
 
     Args:
         module: The model; it is changed in place.
@@ -54,7 +56,10 @@ def cut_dense_layers(module: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.size() == 1 or any(isinstance(p, DTensor) for p in module.parameters()):
         return
     plan = getattr(module, "tensor_parallel_plan", None)
-    plan = (plan() if callable(plan) else plan) or hugging_face_plan(module, mesh.size())
+    plan = plan() if callable(plan) else plan
+    if not plan:
+        plan = hugging_face_plan(module, mesh.size())
+        _draw_by_rank_where_cut(module, plan, mesh)
     if plan:
         frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
         parallelize_module(module, mesh, plan)
@@ -104,6 +109,20 @@ def hugging_face_plan(module: nn.Module, size: int) -> dict[str, ParallelStyle]:
                 )
             plan[f"{prefix}.{name}" if prefix else name] = STYLES[style]
     return plan
+
+
+def _draw_by_rank_where_cut(module: nn.Module, plan: dict[str, ParallelStyle], mesh: DeviceMesh) -> None:
+    """Models of Hugging Face know nothing of ranks: dropout of their heads and hidden features must differ on peers."""
+    layers: dict[str, dict[str, list[nn.Module]]] = {}
+    for name, style in plan.items():
+        of_parent = layers.setdefault(name.rpartition(".")[0], {"cutting": [], "joining": []})
+        if style is STYLES["colwise"]:
+            of_parent["cutting"].append(module.get_submodule(name))
+        elif style is STYLES["rowwise"]:
+            of_parent["joining"].append(module.get_submodule(name))
+    for parent, of_parent in layers.items():
+        if of_parent["cutting"] and of_parent["joining"]:
+            draw_differently_inside(module.get_submodule(parent), **of_parent, mesh=mesh)
 
 
 def _planned(module: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, str]]]:

@@ -198,3 +198,47 @@ def test_dropout_is_equal_on_peers_where_activations_are_and_different_where_the
     for seen in ranks:
         torch.testing.assert_close(seen["recomputed"], seen["gradient"], rtol=0, atol=0)
         assert 0.2 < float((seen["cut"] > 0).float().mean()) < 0.8
+
+
+class DroppingLlama(HuggingFaceModule):
+    """Reports which heads and hidden states a Llama drops, also when a block is computed again in backward."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(4)
+        super().__init__(llama(attention_dropout=0.5, attn_implementation="eager", num_hidden_layers=1))
+        self.seen: dict[str, list[Tensor]] = {"heads": [], "states": [], "alone": []}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        def record(name: str, values: Tensor) -> None:
+            self.seen[name].append(values.detach().eq(0))
+
+        block = self.model.model.layers[0]
+        block.self_attn.register_forward_hook(lambda _, args, output: record("heads", output[1]))
+        block.mlp.register_forward_pre_hook(lambda _, args: record("states", F.dropout(torch.ones(64), 0.5)))
+        hidden = checkpoint(self.model.model, torch.arange(16).view(2, 8), use_reentrant=False).last_hidden_state
+        record("states", F.dropout(torch.ones(64), 0.5))
+        hidden.sum().backward()
+        self.model.eval()
+        self.model.model(torch.arange(16).view(2, 8))
+        record("alone", torch.rand(64).round())
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_heads_of_hugging_face_models_drop_differently_on_peers() -> None:
+    def rank_main(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+        L.seed_everything(1, verbose=False)
+        module = DroppingLlama()
+        make_trainer(rank, world_size, ParmStrategy(tensor_parallel_size=2), max_steps=1).fit(
+            module, OrderedTokens(8, 8)
+        )
+        return module.seen
+
+    first, second = run_ranks(2, rank_main)
+    for states, of_peer in zip(first["states"] + first["alone"], second["states"] + second["alone"], strict=True):
+        assert torch.equal(states, of_peer)
+    dropped, again, evaluated, *_ = first["heads"]
+    assert dropped.shape == (2, 2, 8, 8), "two of four heads"
+    assert torch.equal(dropped, again)
+    assert not torch.equal(dropped, second["heads"][0])
+    assert 0.3 < float(dropped.tril().sum() / evaluated.logical_not().sum()) < 0.7
+    assert torch.equal(evaluated, torch.ones(8, 8).triu(1).expand(2, 2, 8, 8) == 1), "nothing but the future"
