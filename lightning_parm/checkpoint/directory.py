@@ -32,6 +32,10 @@ from lightning_parm.checkpoint.folder import Folder
 from lightning_parm.checkpoint.save import FORMAT, META, ShardedSave, failures_of_ranks
 from lightning_parm.parallel.state import by_position
 
+#: Where Lightning's WeightAveraging keeps the state of the model, whose place in ``state_dict`` its average takes. In a
+#: directory it is the prefix of names, so that both are one state in shards.
+CURRENT = "current_model_state"
+
 
 def save_sharded(
     checkpoint: dict[str, Any],
@@ -225,6 +229,8 @@ def consolidate(
         done += _nbytes(entry)
         if on_progress is not None:
             on_progress("reading", done, total)
+    if "averaging_state" in meta:
+        meta = _as_weight_averaging_saves(meta)
     if optimizers:
         meta["optimizer_states"] = [by_position(saved, keep=True) for saved in optimizers]
     partial = target.with_name(f"{target.name}.partial")
@@ -234,6 +240,17 @@ def consolidate(
         os.fsync(output.fileno())
     os.replace(partial, target)
     return {"file": file, "bytes": total, "tensors": len(stored), "global_step": meta.get("global_step", 0)}
+
+
+def _as_weight_averaging_saves(meta: dict[str, Any]) -> dict[str, Any]:
+    state, prefix = meta["state_dict"], f"{CURRENT}."
+    current = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    saved: dict[str, Any] = {}
+    for key, value in meta.items():  # in the callback's order
+        if key == "averaging_state":
+            saved[CURRENT] = current
+        saved[key] = value
+    return {**saved, "state_dict": {name: value for name, value in state.items() if not name.startswith(prefix)}}
 
 
 def _nbytes(entry: Any) -> int:

@@ -12,11 +12,10 @@ from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_parm.checkpoint.directory import CURRENT
 from lightning_parm.metrics import ExpertLoad
 from lightning_parm.parallel.model import ParallelModel
 from lightning_parm.parallel.state import full_tensors
-
-_CURRENT = "current_model_state"  # WeightAveraging's key
 
 
 def averaged_copies(callbacks: Iterable[Callback]) -> Iterator[nn.Module]:
@@ -42,20 +41,20 @@ def pack_averages(checkpoint: dict[str, Any], average: ParallelModel, sharded: b
     state = average.as_dtensors(checkpoint["state_dict"])
     if not sharded:
         return {**checkpoint, "state_dict": full_tensors(state.items(), keep)}
-    state |= {f"{_CURRENT}.{name}": value for name, value in checkpoint[_CURRENT].items()}
-    return {**{key: value for key, value in checkpoint.items() if key != _CURRENT}, "state_dict": state}
+    state |= {f"{CURRENT}.{name}": value for name, value in checkpoint[CURRENT].items()}
+    return {**{key: value for key, value in checkpoint.items() if key != CURRENT}, "state_dict": state}
 
 
 def unpack_averages(checkpoint: dict[str, Any], model: ParallelModel) -> dict[str, Any]:
     """The reverse, with this rank's part of each state, for the callback to load."""
     saved = checkpoint["state_dict"]
-    prefix = f"{_CURRENT}."
+    prefix = f"{CURRENT}."
     current = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
-    current = current or checkpoint.get(_CURRENT, {})
+    current = current or checkpoint.get(CURRENT, {})
     if not current:
         return checkpoint
     own = {name: value for name, value in saved.items() if not name.startswith(prefix)}
-    return {**checkpoint, "state_dict": model.cut(own), _CURRENT: model.cut(current)}
+    return {**checkpoint, "state_dict": model.cut(own), CURRENT: model.cut(current)}
 
 
 class _Gather:

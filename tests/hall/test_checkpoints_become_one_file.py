@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hall.continued import run
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from lightning_parm import cli
 from lightning_parm.checkpoint.directory import consolidate, save_sharded
@@ -54,6 +55,31 @@ def test_the_file_is_what_one_process_writes(file: Path, tmp_path: Path) -> None
     for mine, theirs in zip(ours["optimizer_states"], plain["optimizer_states"], strict=True):
         assert [group["params"] for group in mine["param_groups"]] == [g["params"] for g in theirs["param_groups"]]
         torch.testing.assert_close(mine["state"], theirs["state"], rtol=0, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_file_with_averaged_weights_is_what_one_process_writes(tmp_path: Path) -> None:
+    def saved(topology: str, folder: str, steps: int, resume_from: str | None = None) -> Path:
+        keep = ModelCheckpoint(tmp_path / folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        callbacks = [EMAWeightAveraging(decay=0.5), keep]
+        run(topology, steps, None, resume_from, callbacks=callbacks, enable_checkpointing=True)
+        return tmp_path / folder / f"step={steps}.ckpt"
+
+    def compare(file: Path, expected: Path) -> None:
+        ours, plain = (torch.load(path, weights_only=True) for path in (file, expected))
+        assert list(ours) == list(plain)
+        for key in ("state_dict", "current_model_state", "averaging_state"):
+            torch.testing.assert_close(dict(ours[key]), dict(plain[key]), rtol=0, atol=1e-9)
+        assert not torch.equal(ours["state_dict"]["norm.weight"], ours["current_model_state"]["norm.weight"])
+
+    file = tmp_path / "one.ckpt"
+    consolidate(str(saved("ep2 esp2", "ranks", 3)), str(file))
+    last = saved("one process", "plain", 4)
+    compare(file, last.with_name("step=3.ckpt"))
+    averages = torch.load(file)["state_dict"]
+    for name, value in GPT.load_from_checkpoint(file, map_location="cpu").state_dict().items():
+        torch.testing.assert_close(value, averages[name].to(value.dtype), rtol=0, atol=0)
+    compare(saved("one process", "resumed", 4, str(file)), last)
 
 
 def test_the_file_opens_with_load_from_checkpoint(file: Path) -> None:
