@@ -264,7 +264,6 @@ def test_checkpoints_go_from_shards_to_replicas_and_back(tmp_path: Path, corpus:
             run({**MP2_EP2_EDP2, **SHARD}, 5, None, "one.pt"),
             run({**EP2, **SHARD}, 5, None, "replicas"),
             run({**ESP2, **SHARD}, 5, None, "shards"),
-            run(MP2_EP2, 5, None, "shards"),
         ]
         return began, resumed
 
@@ -275,7 +274,7 @@ def test_checkpoints_go_from_shards_to_replicas_and_back(tmp_path: Path, corpus:
             torch.testing.assert_close(losses, expected[3:], rtol=0, atol=1e-10)
     alone = train(0, 1, None, corpus, 5, None, str(tmp_path / "shards.pt"))
     torch.testing.assert_close(alone, expected[3:], rtol=0, atol=1e-10)
-    for losses in run_ranks(2, train, {"expert_parallel_size": 2, **SHARD}, corpus, 5, None, str(tmp_path / "shards")):
+    for losses in run_ranks(2, train, {"expert_parallel_size": 2}, corpus, 5, None, str(tmp_path / "shards")):
         torch.testing.assert_close(losses, expected[3:], rtol=0, atol=1e-10)
 
 
@@ -329,7 +328,7 @@ from lightning_parm.fabric import FabricParmStrategy
 write_data = FileSystemWriter.write_data
 
 def slowly(self, *args):
-    time.sleep(1)
+    time.sleep(0.5)
     if "full" in str(self.path) and fabric.global_rank == 1:
         raise OSError(28, "No space left on device")
     return write_data(self, *args)
