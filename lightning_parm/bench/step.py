@@ -8,8 +8,6 @@ import os
 import socket
 import statistics
 import tempfile
-import time
-import warnings
 from operator import truediv
 from pathlib import Path
 from typing import Any
@@ -112,62 +110,24 @@ def _measure(
     sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
     os.environ.update({name: str(value) for name, value in sizes.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "bench"})
-    import logging
-
-    import lightning as L
     import torch
-    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
     import lightning_parm  # noqa: F401  # registers "parm"
-    from lightning_parm.models import GPT
-
-    class Recorder(L.Callback):
-        """Ends of steps by the clock and by the CPU's, and every loss."""
-
-        def __init__(self) -> None:
-            self.ends: list[float] = []
-            self.cpu_ends: list[float] = []
-            self.losses: list[float] = []
-
-        def on_train_batch_end(self, _: Any, __: Any, outputs: Any, *___: Any) -> None:
-            self.losses.append(float(outputs["loss"]))
-            self.ends.append(time.perf_counter())
-            self.cpu_ends.append(time.process_time())
+    from lightning_parm.bench.fit import timed_fit
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    for name in ("lightning.pytorch", "lightning.fabric"):  # which tell of every Trainer that it is made
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", ".*(treespec, LeafSpec|does not have many workers|have no `val_dataloader`).*")
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(model["vocab_size"], (steps * batch_size, sequence_length + 1), generator=generator)
-    samples: Any = [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
-    loader: Any = torch.utils.data.DataLoader(samples, batch_size=batch_size)
     seconds: dict[str, list[list[float]]] = {name: [] for name in _STRATEGIES}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in _STRATEGIES}
     losses: dict[str, list[float]] = {name: [] for name in _STRATEGIES}
     for turn in range(rounds):
         for name in _STRATEGIES if turn % 2 == 0 else reversed(_STRATEGIES):
-            recorder = Recorder()
-            L.seed_everything(0, verbose=False)
-            module = GPT(**model)
-            trainer = L.Trainer(
-                accelerator="cpu",
-                devices=ranks,
-                strategy=name,
-                plugins=[TorchElasticEnvironment()],
-                use_distributed_sampler=False,
-                max_epochs=1,
-                callbacks=[recorder],
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            trainer.fit(module, loader)
-            ends, cpu_ends = recorder.ends[_UNCOUNTED - 1 :], recorder.cpu_ends[_UNCOUNTED - 1 :]
+            module, record = timed_fit(name, model, tokens, batch_size, use_distributed_sampler=False)
+            ends, cpu_ends = record.ends[_UNCOUNTED - 1 :], record.cpu_ends[_UNCOUNTED - 1 :]
             seconds[name].append([later - earlier for earlier, later in itertools.pairwise(ends)])
             cpu_seconds[name].append((cpu_ends[-1] - cpu_ends[0]) / (len(cpu_ends) - 1))
-            losses[name] = recorder.losses
+            losses[name] = record.losses
     if rank == 0:
         result = {"seconds": seconds, "cpu_seconds": cpu_seconds, "losses": losses}
         result["parameters"] = sum(p.numel() for p in module.parameters())

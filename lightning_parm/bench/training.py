@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import statistics
-import time
 from typing import Any
 
 from lightning_parm.bench.emulation import EmulatedCluster, run_emulated
@@ -99,58 +100,25 @@ def measure(
     steps: int,
 ) -> dict[str, Any]:
     """What every rank runs; see :func:`training`."""
-    import lightning as L
     import torch
-    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
     from lightning_parm import ParmStrategy
-    from lightning_parm.models import GPT
+    from lightning_parm.bench.fit import timed_fit
     from lightning_parm.parallel.placement import moe_layers
 
-    class StepTimes(L.Callback):
-        """Seconds between the ends of steps."""
-
-        def __init__(self) -> None:
-            self.ends: list[float] = []
-
-        def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-            self.ends.append(time.perf_counter())
-
-    times, environment = StepTimes(), TorchElasticEnvironment()
-    ranks = environment.world_size()
     chosen: Any = "ddp"
-    replicas = ranks
+    replicas = int(os.environ["WORLD_SIZE"])
     if strategy == "parm":
         chosen = ParmStrategy(tensor_parallel_size=tensor_parallel_size, schedule=schedule)  # type: ignore[arg-type]
-        replicas = ranks // tensor_parallel_size
-    L.seed_everything(0)
-    module = GPT(**model)
-    tokens = torch.randint(model["vocab_size"], (steps * global_batch_size, sequence_length + 1))
-    samples: Any = [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
-    loader: Any = torch.utils.data.DataLoader(
-        samples,
-        batch_size=global_batch_size // replicas,
-    )
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=ranks // nodes,
-        num_nodes=nodes,
-        strategy=chosen,
-        plugins=[environment],
-        max_steps=steps,
-        max_epochs=1,
-        callbacks=[times],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, loader)
+        replicas //= tensor_parallel_size
+    generator = torch.Generator().manual_seed(0)  # the same on all ranks, which share them out
+    tokens = torch.randint(model["vocab_size"], (steps * global_batch_size, sequence_length + 1), generator=generator)
+    module, record = timed_fit(chosen, model, tokens, global_batch_size // replicas, nodes)
     used = sorted({f"{layer.schedule} {layer.transport} {layer.chunks}" for _, layer in moe_layers(module)})
     return {
-        "seconds": [later - earlier for earlier, later in zip(times.ends, times.ends[1:], strict=False)],
+        "seconds": [later - earlier for earlier, later in itertools.pairwise(record.ends)],
         "schedules": used if strategy == "parm" else [],
-        "final_loss": float(trainer.callback_metrics.get("train_loss", torch.zeros(()))),
+        "final_loss": record.losses[-1],
     }
 
 
