@@ -35,6 +35,11 @@ from lightning_parm.registration import VARIANTS
 
 MP2 = {"tensor_parallel_size": 2, "expert_parallel_size": 1, "expert_shard_size": 2}
 MP2_EP2 = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_shard_size": 2}
+DP4 = {"expert_parallel_size": 1}
+EP2 = {"expert_parallel_size": 2, "expert_shard_size": 1, "schedule": "s1", "chunks": 2}
+ESP2 = {"expert_parallel_size": 1, "expert_shard_size": 2, "schedule": "s2"}
+MP2_EP2_EDP2 = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_shard_size": 1}
+SHARD = {"data_parallel": "shard"}
 Sizes = dict[str, Any] | None
 
 
@@ -159,13 +164,6 @@ def evaluated_loop(rank: int, world_size: int, sizes: Sizes, plain: bool) -> lis
     return losses
 
 
-DP4 = {"expert_parallel_size": 1}
-EP2 = {"expert_parallel_size": 2, "expert_shard_size": 1, "schedule": "s1", "chunks": 2}
-ESP2 = {"expert_parallel_size": 1, "expert_shard_size": 2, "schedule": "s2"}
-MP2_EP2_EDP2 = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_shard_size": 1}
-SHARD = {"data_parallel": "shard"}
-
-
 @pytest.mark.parametrize(("plain", "every"), [(True, [DP4, EP2]), (False, [MP2_EP2_EDP2])], ids=["plain", "lightning"])
 def test_shards_train_the_same_numbers_and_evaluations_between_change_nothing(plain: bool, every: list[Sizes]) -> None:
     def rank_main(rank: int, world_size: int) -> list[list[float]]:
@@ -234,6 +232,7 @@ def test_a_run_on_tokens_goes_on_from_a_directory_or_a_file_on_other_sizes(tmp_p
     consolidate(str(tmp_path / "mp2ep2"), str(tmp_path / "whole.pt"))
     resumed: list[tuple[int, dict[str, Any], str]] = [
         (2, {"expert_parallel_size": 2}, "one.pt"),
+        (2, {"expert_parallel_size": 2, **SHARD}, "mp2ep2"),
         (4, MP2_EP2, "mp2.pt"),
         (2, MP2, "mp2ep2"),
         (2, MP2, "whole.pt"),
@@ -258,11 +257,9 @@ def test_checkpoints_go_from_shards_to_replicas_and_back(tmp_path: Path, corpus:
         began = [
             run({**EP2, **SHARD, "async_checkpoint": True}, 4, "shards"),  # another step while step 3 is written
             run({**MP2_EP2_EDP2, **SHARD}, 4, "shards.pt"),
-            run(MP2_EP2, 4, "replicas"),
         ]
         resumed = [
             run({**MP2_EP2_EDP2, **SHARD}, 5, None, "one.pt"),
-            run({**EP2, **SHARD}, 5, None, "replicas"),
             run({**ESP2, **SHARD}, 5, None, "shards"),
         ]
         return began, resumed
@@ -480,38 +477,13 @@ def test_an_optimizer_with_a_state_follows_the_cut() -> None:
         torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10)
 
 
-def test_schedules_are_chosen_after_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    def rank_main(rank: int, world_size: int) -> tuple[set[Any], set[Any]]:
-        fabric = make_fabric(rank, world_size, {**MP2, "calibrate": True})
-        model = small_gpt()
-        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
-        seen = []
-        for _ in range(2):
-            fabric.backward(loss_of(model, {key: value[None] for key, value in RandomTokens(1)[0].items()}))
-            seen.append({(layer.schedule, layer.transport) for layer in layers})
-            optimizer.step()
-        assert not any(layer._forward_pre_hooks for layer in layers)
-        fabric.strategy.teardown()
-        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-        return seen[0], seen[1]
-
-    results = run_ranks(2, rank_main)
-    assert results[0] == results[1]
-    before, after = results[0]
-    assert before == {("auto", "auto")}
-    assert all(schedule in ("plain", "s1", "s2") for schedule, _ in after)
-
-
-def test_two_schedules_are_timed_over_whole_steps_and_no_number_changes(
+def test_two_schedules_are_timed_after_the_first_step_over_whole_steps_and_no_number_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-    def rank_main(rank: int, world_size: int, sizes: Sizes) -> tuple[list[float], list[Any]]:
-        fabric = make_fabric(rank, world_size, sizes)
+    def train(rank: int, world_size: int, **options: Any) -> tuple[list[float], list[Any]]:
+        fabric = make_fabric(rank, world_size, {**MP2, **options})
         model = small_gpt(torch.float64)
         layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
         parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -529,19 +501,26 @@ def test_two_schedules_are_timed_over_whole_steps_and_no_number_changes(
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
+        assert not any(layer._forward_pre_hooks for layer in layers)
+        fabric.strategy.teardown()
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
         return losses, seen
 
-    expected = run_ranks(2, rank_main, {**MP2, "schedule": "s1"})[0][0]
-    first, second = run_ranks(2, rank_main, {**MP2, "calibrate": True, "verify_steps": 1})
-    assert first[1] == second[1]
-    for losses in (first[0], second[0]):
+    def rank_main(rank: int, world_size: int) -> list[Any]:
+        expected, _ = train(rank, world_size, schedule="s1")
+        losses, seen = train(rank, world_size, calibrate=True, verify_steps=1)
         torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10)
-    assert first[1][::2] == first[1][1::2], "the batches of one step run alike"
-    before, best, other, again, other_again, kept, still = first[1][::2]
+        return seen
+
+    first, second = run_ranks(2, rank_main)
+    assert first == second
+    assert first[::2] == first[1::2], "the batches of one step run alike"
+    before, best, other, again, other_again, kept, still = first[::2]
     assert {schedule for schedule, _, _ in before} == {"auto"}
     assert best == again != other == other_again
     assert kept == still
     assert kept in (best, other)
+    assert all(schedule in ("plain", "s1", "s2") for schedule, _, _ in kept)
 
 
 def test_peers_of_a_tensor_parallel_group_read_and_draw_the_same() -> None:
