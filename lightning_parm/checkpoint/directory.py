@@ -30,11 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parm.checkpoint.folder import Folder
 from lightning_parm.checkpoint.save import FORMAT, META, ShardedSave, failures_of_ranks
-from lightning_parm.parallel.state import by_position
-
-#: Where Lightning's WeightAveraging keeps the state of the model, whose place in ``state_dict`` its average takes. In a
-#: directory it is the prefix of names, so that both are one state in shards.
-CURRENT = "current_model_state"
+from lightning_parm.parallel.state import CURRENT, by_position, split_current
 
 
 def save_sharded(
@@ -243,14 +239,13 @@ def consolidate(
 
 
 def _as_weight_averaging_saves(meta: dict[str, Any]) -> dict[str, Any]:
-    state, prefix = meta["state_dict"], f"{CURRENT}."
-    current = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    averages, current = split_current(meta["state_dict"])
     saved: dict[str, Any] = {}
     for key, value in meta.items():  # in the callback's order
         if key == "averaging_state":
             saved[CURRENT] = current
         saved[key] = value
-    return {**saved, "state_dict": {name: value for name, value in state.items() if not name.startswith(prefix)}}
+    return {**saved, "state_dict": averages}
 
 
 def _nbytes(entry: Any) -> int:

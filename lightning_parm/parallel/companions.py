@@ -12,10 +12,9 @@ from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_parm.checkpoint.directory import CURRENT
 from lightning_parm.metrics import ExpertLoad
 from lightning_parm.parallel.model import ParallelModel
-from lightning_parm.parallel.state import full_tensors
+from lightning_parm.parallel.state import CURRENT, full_tensors, split_current
 
 
 def averaged_copies(callbacks: Iterable[Callback]) -> Iterator[nn.Module]:
@@ -47,14 +46,11 @@ def pack_averages(checkpoint: dict[str, Any], average: ParallelModel, sharded: b
 
 def unpack_averages(checkpoint: dict[str, Any], model: ParallelModel) -> dict[str, Any]:
     """The reverse, with this rank's part of each state, for the callback to load."""
-    saved = checkpoint["state_dict"]
-    prefix = f"{CURRENT}."
-    current = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+    averages, current = split_current(checkpoint["state_dict"])
     current = current or checkpoint.get(CURRENT, {})
     if not current:
         return checkpoint
-    own = {name: value for name, value in saved.items() if not name.startswith(prefix)}
-    return {**checkpoint, "state_dict": model.cut(own), CURRENT: model.cut(current)}
+    return {**checkpoint, "state_dict": model.cut(averages), CURRENT: model.cut(current)}
 
 
 class _Gather:

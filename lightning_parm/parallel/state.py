@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -11,6 +11,22 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parm.parallel.placement import ParameterPlacement
+
+#: Where Lightning's WeightAveraging keeps the state of the model, whose place in ``state_dict`` its average takes. In a
+#: directory it is the prefix of names, so that both are one state in shards.
+CURRENT = "current_model_state"
+
+
+def split_current(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The averages in a directory's state, and the state of the model itself.
+
+    Example:
+        >>> split_current({"weight": 1.5, "current_model_state.weight": 2.0})
+        ({'weight': 1.5}, {'weight': 2.0})
+    """
+    prefix = f"{CURRENT}."
+    averages = {name: value for name, value in state.items() if not name.startswith(prefix)}
+    return averages, {name.removeprefix(prefix): value for name, value in state.items() if name not in averages}
 
 
 def optimizer_names(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
