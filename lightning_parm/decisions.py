@@ -33,7 +33,7 @@ class AgreedDecisions:
 
     def __init__(self, trainer: Any, on_any_rank: Callable[[bool], bool]) -> None:
         self._trainer = trainer
-        self._on_any_rank = on_any_rank
+        self._on_any_rank = on_any_rank if trainer.world_size > 1 else bool  # no wait for the device on one
         self._received_sigterm = False
         self._loop = trainer.fit_loop.epoch_loop
         trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm

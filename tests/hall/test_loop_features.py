@@ -317,7 +317,7 @@ def test_an_interrupt_ends_in_order() -> None:
     assert same_on_two_ranks(rank_main) == (2 + BATCHES, False)
 
 
-def test_sigterm_of_one_rank_ends_all_after_the_same_batch() -> None:
+def test_sigterm_of_one_rank_ends_all_after_the_same_batch(tmp_path: Path) -> None:
     class Told(L.Callback):
         def __init__(self, batch: int, ranks: tuple[int, ...]) -> None:
             self.batch, self.ranks = batch, ranks
@@ -334,8 +334,9 @@ def test_sigterm_of_one_rank_ends_all_after_the_same_batch() -> None:
         trained = []
         for batch in (1, BATCHES - 1):
             model = small_gpt()
+            keep = ModelCheckpoint(tmp_path, filename="{step}", save_on_exception=True, every_n_epochs=9)
             with pytest.raises(SIGTERMException):
-                fitted(rank, world_size, EP2, Told(batch, (1,)), model=model)
+                fitted(rank, world_size, EP2, Told(batch, (1,)), keep, model=model, enable_checkpointing=True)
             trained.append(len(model.losses))
         trainer = make_trainer(rank, world_size, ParmStrategy(**EP2), callbacks=[Told(0, ())])
         with pytest.raises(SIGTERMException):
@@ -343,6 +344,7 @@ def test_sigterm_of_one_rank_ends_all_after_the_same_batch() -> None:
         return trained
 
     assert same_on_two_ranks(rank_main) == [3, BATCHES], "the batch after the signal is the last"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=3.ckpt", f"step={BATCHES}.ckpt"]
 
 
 def block_trained(rank: int, world_size: int, compiles: bool) -> tuple[list[float], list[str]]:
