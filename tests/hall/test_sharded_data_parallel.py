@@ -200,7 +200,9 @@ def by_hand(rank: int, world_size: int, sizes: dict[str, Any] | None, tied: bool
     data.val_dataloader = lambda: DataLoader(RandomTokens(4), batch_size=2)
     trainer.fit(gpt, data)
     whole = {name for name, parameter in gpt.named_parameters() if not isinstance(parameter, DTensor)}
-    return (gpt.losses, gpt.norms, float(trainer.callback_metrics["val_loss"])), gpt.seen, whole
+    state = gpt.state_dict() if sizes is None else trainer.strategy.whole_state_dict()
+    numbers = (gpt.losses, gpt.norms, float(trainer.callback_metrics["val_loss"]))
+    return numbers, gpt.seen, whole, {name: value.detach() for name, value in state.items()}
 
 
 @pytest.mark.parametrize(
@@ -211,8 +213,10 @@ def by_hand(rank: int, world_size: int, sizes: dict[str, Any] | None, tied: bool
 def test_a_module_that_steps_by_hand_trains_as_on_one_process(
     world_size: int, sizes: dict[str, Any], tied: bool
 ) -> None:
-    expected, _, _ = by_hand(0, 1, None, tied)
-    for ours, seen, whole in run_ranks(world_size, by_hand, {**sizes, **SHARD}, tied):
+    expected, _, _, trained = by_hand(0, 1, None, tied)
+    results = run_ranks(world_size, by_hand, {**sizes, **SHARD}, tied)
+    torch.testing.assert_close(results[0][3], trained, rtol=0, atol=1e-10)
+    for ours, seen, whole, _ in results:
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
         assert not any(seen), "each optimizer's parameters have gradients in its turn, and no other"
         assert {"scale", "offsets.0"} <= whole
