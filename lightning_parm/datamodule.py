@@ -151,6 +151,11 @@ class TokenDataModule(pl.LightningDataModule):
             self._forget()
             self._open()
 
+    def teardown(self, stage: str) -> None:
+        """End the processes that read ahead."""
+        if self._loader is not None:
+            self._loader.close()
+
     def train_dataloader(self) -> Any:
         """Return the stream of training batches from the first sample not yet consumed on."""
         loader, consumed = self._open(), self._consumed()
@@ -229,6 +234,8 @@ class TokenDataModule(pl.LightningDataModule):
 
     def _forget(self) -> None:
         """Stand at the first sample, for a Trainer that has done nothing yet."""
+        if self._loader is not None:
+            self._loader.close()
         self._loader = None
         self._position = Position()
 

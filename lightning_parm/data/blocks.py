@@ -7,7 +7,7 @@ process cuts and widens them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -126,6 +126,11 @@ class BlockReader:
         plan = self._plan
         plan.version, plan.start, plan.count, plan.segments = plan.version + 1, start, 1, segments
         self._row = len(self._block[0])
+
+    def close(self) -> None:
+        """End what reads ahead, now: a worker that is left to the garbage collector keeps a process waiting for 5 s."""
+        if isinstance(self._results, Generator):
+            self._results.close()
 
     def next(self) -> tuple[Int64, Tokens, Marks | None]:
         """Return sample numbers (B,), tokens (B, L + 1) and marks (B, L + 1) of this reader's next micro-batch."""

@@ -126,6 +126,7 @@ class TokenLoader(IterableDataset[Batch]):
         self._epoch_start = 0
         self._interrupted = False
         self._reader: BlockReader | None = None
+        self._waited = 0.0
         names = [source.name for source in self.sources]
         if weights is None:
             weights = {source.name: max(float(source.num_tokens), 1.0) for source in self.sources}
@@ -161,8 +162,8 @@ class TokenLoader(IterableDataset[Batch]):
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds that this process has waited for data since the stream was last started."""
-        return self._reader.wait_seconds if self._reader else 0.0
+        """Seconds that this process has waited for data."""
+        return self._waited + (self._reader.wait_seconds if self._reader else 0.0)
 
     def __len__(self) -> int:
         """Return the batches of one epoch."""
@@ -198,7 +199,15 @@ class TokenLoader(IterableDataset[Batch]):
     def seek(self, samples: int) -> None:
         """Make sample ``samples`` the next one; what was read ahead is kept when it already is."""
         if samples != self._samples:
-            self._samples, self._reader = samples, None
+            self.close()
+            self._samples = samples
+
+    def close(self) -> None:
+        """End the processes that read ahead; the next batch starts others."""
+        if self._reader is not None:
+            self._reader.close()
+            self._waited += self._reader.wait_seconds
+            self._reader = None
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Change the mix from the next batch on, in place of whatever was planned. Call it on every rank alike.
@@ -279,7 +288,7 @@ class TokenLoader(IterableDataset[Batch]):
         self._names = list(names)
         self.order = Order([by_name.get(name) for name in names], **self._order_arguments)
         self._plans = plans
-        self._reader = None
+        self.close()
         self._resolve()
 
     def _plan(self, samples: int, knots: Knots) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 
 import numpy as np
@@ -48,6 +49,19 @@ def run(ranks, steps):
 @pytest.fixture(scope="module")
 def uninterrupted(folder):
     return run(loaders(folder, 1, 1), 2500)
+
+
+def test_a_seek_ends_the_processes_that_read_ahead(folder, uninterrupted):
+    (loader,) = loaders(folder, 1, 2, num_workers=2)
+    for samples in (40, 10):
+        loader.seek(samples)
+        read = run([loader], 3)
+        assert read == {sample: uninterrupted[sample] for sample in range(samples, samples + 6)}
+        assert len(multiprocessing.active_children()) == 2
+    loader.close()
+    assert not multiprocessing.active_children()
+    assert run([loader], 1).keys() == {16, 17}
+    loader.close()
 
 
 HISTORIES = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ def run_rows(
             module = Witness(ask)
             path = saved / f"step={step if step > 0 else 16 // world}.ckpt"
             trainer.fit(module, data, ckpt_path=path if checkpoint else None)
+            assert not multiprocessing.active_children()  # the data module outlives the fit, its workers do not
             runs.append((module.train_seen, module.validated, data.state_dict()["samples"]))
         results[name] = runs
     return results
@@ -111,11 +113,11 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("strategy", "world"), [("auto", 1), ("ddp", 2), ("parm", 2)])
-def test_every_row(tmp_path, folder, strategy, world, num_workers, half):
-    names = list(ROWS)[half::2]
+def test_every_row(tmp_path, folder, strategy, world, num_workers):
+    # half of the rows with workers and half without, the other halves under ddp, so that every row meets both
+    names = list(ROWS)[(num_workers > 0) ^ (strategy == "ddp") :: 2]
     ranks = run_ranks(world, run_rows, folder, strategy, num_workers, names, str(tmp_path), timeout=280)
     for rank, results in enumerate(ranks):
         for name in names:
