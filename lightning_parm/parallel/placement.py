@@ -57,7 +57,7 @@ class ParameterPlacement:
     def as_local(self, value: Tensor, like: Tensor) -> Tensor:
         """Cut ``value``, full or a DTensor, to what this rank holds of ``like``; no communication."""
         if self.mesh is not None:
-            if value.shape == like.shape and isinstance(value, DTensor) == isinstance(like, DTensor):
+            if value.shape == like.shape and getattr(value, "device_mesh", None) == getattr(like, "device_mesh", None):
                 return value
             if not isinstance(value, DTensor):
                 value = distribute_tensor(value.to(like.device), self.mesh, self.placements, src_data_rank=None)

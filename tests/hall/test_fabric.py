@@ -261,6 +261,7 @@ def test_checkpoints_go_from_shards_to_replicas_and_back(tmp_path: Path, corpus:
         resumed = [
             run({**MP2_EP2_EDP2, **SHARD}, 5, None, "one.pt"),
             run({**ESP2, **SHARD}, 5, None, "shards"),
+            run({**DP4, **SHARD}, 5, None, "shards"),
         ]
         return began, resumed
 

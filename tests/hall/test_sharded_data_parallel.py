@@ -138,6 +138,7 @@ def test_checkpoints_go_from_shards_to_replicas_and_back(tmp_path: Path) -> None
         (plain, 4, {**ESP2, **SHARD}),
         (sharded, 4, {**EP2, **SHARD}),
         (sharded, 2, DP4),
+        (sharded, 2, {**DP4, **SHARD}),
         (single, 2, {**DP4, **SHARD}),
     ):
         for ours in run_ranks(world_size, resume, sizes, path):
