@@ -25,6 +25,7 @@ from lightning_parm.moe.experts import Experts
 from lightning_parm.moe.layer import MoE
 from lightning_parm.moe.links import Kind, Line, LinkAxis, Links, fit_line
 from lightning_parm.moe.prediction import Candidate, seconds
+from lightning_parm.moe.routing import Choice, arrange_static, capacity, drop
 from lightning_parm.moe.topology import Topology
 
 #: Bytes of the smallest collective, and the least and most that the largest may have.
@@ -108,7 +109,7 @@ def _fingerprint(topology: Topology, device: torch.device, largest: int) -> str:
     dist.all_gather_object(hosts, platform.node())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     sizes = (topology.tensor_parallel_size, topology.expert_parallel_size, topology.expert_shard_size)
-    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, largest, 3]
+    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, largest, 4]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -125,9 +126,10 @@ class _Calibration:
         with torch.random.fork_rng(generators):
             lines, residual = self._lines()
             rates = self._compute_rate(), self._copy_rate()
+            route = self._route_rate()
             source = f"measured on {platform.node()}"
             ahead = self.device.type == "cuda"
-            links = Links(lines, *rates, self._overlaps(), self._queued(), {}, ahead, residual, source)
+            links = Links(lines, *rates, self._overlaps(), self._queued(), {}, ahead, route, residual, source)
             return replace(links, overheads=self._overheads(links))
 
     def _time(
@@ -211,6 +213,18 @@ class _Calibration:
         rows = torch.zeros(self.sizes[-1] // 1024, 256, device=self.device)
         order = torch.randperm(len(rows), device=self.device)
         return rows.nbytes / self._time(lambda: rows.index_select(0, order))[0]
+
+    def _route_rate(self) -> float:
+        """Of dispatch and combine, forward and backward."""
+        tokens, experts = self.sizes[-1] // 1024, 8
+        x = torch.randn(tokens, 256, device=self.device, requires_grad=True)
+        expert = torch.randint(experts, (tokens, 1), device=self.device)
+        choice = Choice(expert, torch.ones(tokens, 1, device=self.device, requires_grad=True))
+        most = capacity(tokens, 1, experts, 1.2)
+        routing = arrange_static(drop(choice, experts, [tokens], [most], "position"), experts, most)
+        rows = experts * most
+        time = self._time(lambda: routing.combine(routing.dispatch(x)).backward(x.detach()))[0]
+        return 4 * rows * 256 * x.element_size() / time
 
     def _overlaps(self) -> dict[str, float]:
         """How much vanishes of the shorter of two things; what cannot be taken apart from noise counts as nothing."""

@@ -45,13 +45,15 @@ class Links:
     Attributes:
         collectives: A line for ``"kind/axis"``; ``"kind"`` alone serves every axis that has none of its own.
         flops_per_second: Of the experts' products on one rank, while all ranks compute.
-        copy_bytes_per_second: At which rows are picked and put in another order.
+        copy_bytes_per_second: At which rows are put in another order.
         overlaps: For ``"a+b"``, two axes or an axis and ``compute``, in alphabetical order: how much of the shorter of
             two things vanishes when both run at once; 0 is nothing and 1 all of it.
         queued: For an axis, how much of a collective's alpha vanishes when it is in line behind another one along it.
         overheads: For ``"schedule/transport"``, seconds of a layer and of each further chunk that bytes do not explain.
         host_runs_ahead: Whether the host's work for a chunk hides behind what is in flight, as where GPUs do the rest;
             where the same cores compute and communicate it does not.
+        route_bytes_per_second: At which rows are picked for tokens, or weighted and added up to them, which reads and
+            writes several times; as quick as a copy where it is ``None``.
         residual: Largest relative error of the fitted lines on what they were fitted to.
         source: Where the constants are from.
 
@@ -70,6 +72,7 @@ class Links:
     queued: Mapping[str, float] = field(default_factory=dict)
     overheads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     host_runs_ahead: bool = False
+    route_bytes_per_second: float | None = None
     residual: float = 0.0
     source: str = ""
 

@@ -63,7 +63,7 @@ def steps(candidate: Candidate, work: Workload, links: Links) -> list[list[list[
 
     if schedule == "s1":
         router = along("all_reduce", "tensor_parallel", None, work.num_experts * work.model_dim * work.router_bytes)
-        chunk = [_copy(own, links), *body, _copy(own, links)]
+        chunk = [_route(own, links), *body, _route(own, links)]
         if work.sequence_parallel:
             return [[[*router, *counts]], [chunk] * chunks]
         chunk += along("all_gather", "tensor_parallel", tokens / chunks, None)
@@ -72,7 +72,7 @@ def steps(candidate: Candidate, work: Workload, links: Links) -> list[list[list[
     if schedule == "s2":
         apart = along("all_gather", "tensor_parallel", None, own * mp)
         chunk = [*apart, *body, *along("all_gather", "tensor_parallel", own * mp, None)]
-        dispatch = _copy(own * mp * chunks, links)
+        dispatch = _route(own * mp * chunks, links)
         return [[[*around, *counts, dispatch]], [chunk] * chunks, [[dispatch, *after]]]
     if schedule == "deepspeed":
         sent = along("all_to_all", "expert_parallel", own / mp, own / mp)
@@ -82,12 +82,12 @@ def steps(candidate: Candidate, work: Workload, links: Links) -> list[list[list[
             summed = along("all_reduce", "expert_shard", own, None) + along("all_gather", "tensor_parallel", None, own)
             experts = [*spread, *experts, *summed]
         apart, joined = (along("all_gather", "tensor_parallel", *pair) for pair in ((None, own), (own, None)))
-        dispatch = _copy(own, links)
+        dispatch = _route(own, links)
         return [[[*around, *counts, dispatch, *apart, *sent, *experts, *sent, *joined, dispatch, *after]]]
 
     gathered = tokens * esp if schedule == "baseline" else None
     own *= esp if schedule == "baseline" else 1
-    dispatch, sent = _copy(own, links), along("all_to_all", "expert_parallel", own, own)
+    dispatch, sent = _route(own, links), along("all_to_all", "expert_parallel", own, own)
     experts = [
         *along("all_reduce", "expert_shard", None, own),
         *_experts(own, work, links),
@@ -122,6 +122,12 @@ def _experts(num_bytes: float, work: Workload, links: Links) -> list[Step]:
     seconds = flops / links.flops_per_second
     order = [_copy(num_bytes, links)] if work.num_experts > work.expert_parallel_size else []
     return [*order, Compute(seconds, 2 * seconds), *order]
+
+
+def _route(num_bytes: float, links: Links) -> Compute:
+    """Dispatch or combine."""
+    seconds = num_bytes / (links.route_bytes_per_second or links.copy_bytes_per_second)
+    return Compute(seconds, seconds)
 
 
 def _copy(num_bytes: float, links: Links) -> Compute:
