@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -61,8 +62,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             context.Process(target=_child, args=(rank, world_size, store, timeout, pipe[1], function, args))
             for rank, pipe in enumerate(pipes)
         ]
+        gc.freeze()  # a rank must not collect what is this process's, such as groups whose threads it does not have
         for rank in ranks:
             rank.start()
+        gc.unfreeze()
         for _, writer in pipes:
             writer.close()
         deadline = time.monotonic() + timeout

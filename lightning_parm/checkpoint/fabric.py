@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_parm.checkpoint.background import BackgroundSaves
 from lightning_parm.checkpoint.directory import is_sharded, load_optimizer_tensors, load_sharded
 from lightning_parm.checkpoint.save import ShardedSave
+from lightning_parm.launcher import garbage_stays_behind
 from lightning_parm.parallel.model import ParallelModel
 
 
@@ -174,6 +175,11 @@ class CheckpointingFabricStrategy(DDPStrategy):
 
 class SavedLauncher(_MultiProcessingLauncher):
     """Lets spawned and forked ranks end when what they save is whole, with the failure of what is not."""
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the ranks and wait for them."""
+        with garbage_stays_behind():
+            return super().launch(*args, **kwargs)
 
     def _wrapping_function(self, process_idx: int, function: Callable[..., Any], *rest: Any) -> None:
         def and_finish(*args: Any, **kwargs: Any) -> Any:

@@ -47,7 +47,12 @@ class Places(NamedTuple):
 
 
 def _places(index: Tensor, gaps: bool) -> Places:
-    return Places(index.clamp_min(0), (index < 0).unsqueeze(-1)) if gaps else Places(index, None)
+    if not gaps:
+        return Places(index, None)
+    missing = index < 0
+    if missing.device.type == "cpu" and not missing.any():  # to look is cheap where nothing runs ahead
+        return Places(index, None)
+    return Places(index.clamp_min(0), missing.unsqueeze(-1))
 
 
 @dataclass(frozen=True)
@@ -288,6 +293,7 @@ class _Combine(torch.autograd.Function):
         rows, weight, choice, token, empty, slots, unsent = ctx.saved_tensors
         wide = gradient.to(weight.dtype)
         of_row = pick(weight.view(-1, 1), choice, empty)
-        row_gradient = (pick(wide, token, empty) * of_row).to(rows.dtype)
-        products = [(wide * pick(rows, *each)).sum(-1) for each in zip(slots, each(unsent, slots), strict=True)]
+        row_gradient = pick(wide, token, empty).mul_(of_row).to(rows.dtype)
+        picked = (pick(rows, *places).to(weight.dtype) for places in zip(slots, each(unsent, slots), strict=True))
+        products = [part.mul_(wide).sum(-1) for part in picked]
         return row_gradient, torch.stack(products, -1), None, None, None, None, None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import http.server
+import multiprocessing
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -130,6 +132,39 @@ def test_fetches_at_the_same_moment_stay_within_the_limit_together(tmp_path):
         thread.join()
     kept = [path.stat().st_size for path in tmp_path.iterdir() if not path.name.startswith(".")]
     assert 0 < sum(kept) <= 35
+
+
+def test_parts_that_need_one_file_never_wait_for_each_other(tmp_path):
+    cache = DiskCache(tmp_path, 1000)
+
+    def produce(path: Path) -> None:
+        cache.fetch("file", lambda path: path.write_bytes(b"whole"), Path.read_bytes, inner=True)
+        path.write_bytes(b"part")
+
+    # of 300 keys some share the file's lock number, and threads hold all others at some moment
+    with ThreadPoolExecutor(16) as pool:
+        parts = [pool.submit(cache.fetch, f"{part}", produce, Path.read_bytes) for part in range(300)]
+        assert {part.result(timeout=60) for part in parts} == {b"part"}
+
+
+def test_a_lock_is_released_although_a_process_was_forked_while_it_was_held(tmp_path):
+    children = []
+
+    def produce(path: Path) -> None:
+        children.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)))
+        children[0].start()
+        path.write_bytes(b"x")
+
+    cache = DiskCache(tmp_path, 1000)
+    try:
+        cache.fetch("key", produce, Path.read_bytes)
+        cache.path("key").unlink()
+        with ThreadPoolExecutor(1) as pool:
+            again = pool.submit(cache.fetch, "key", lambda path: path.write_bytes(b"y"), Path.read_bytes)
+            assert again.result(timeout=30) == b"y"
+    finally:
+        children[0].kill()
+        children[0].join()
 
 
 def test_training_that_is_slower_than_the_link_waits_for_the_first_block_only(tmp_path, memory, monkeypatch):

@@ -39,17 +39,22 @@ class DiskCache:
         """Return where the file of ``key`` lies, if it does."""
         return self.folder / (hashlib.blake2b(key.encode(), digest_size=16).hexdigest() + suffix)
 
-    def fetch(self, key: str, produce: Callable[[Path], None], use: Callable[[Path], T], suffix: str = "") -> T:
+    def fetch(
+        self, key: str, produce: Callable[[Path], None], use: Callable[[Path], T], suffix: str = "", inner: bool = False
+    ) -> T:
         """Return what ``use`` makes of the file of ``key``, which ``produce`` writes if it is not there.
 
-        A new file is opened before others can see it, so that none of them can remove it too early.
+        A new file is opened before others can see it, so that none of them can remove it too early. A key that is asked
+        for while another is produced is an ``inner`` one, on every occasion: those have locks of their own, so that
+        nobody waits for a lock that is held by whom it keeps waiting.
         """
         path = self.path(key, suffix)
         name = path.name.removesuffix(suffix)
         with suppress(FileNotFoundError):
             return self._reuse(path, use)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self._lock(f"{int(name[:2], 16) % 64}"):  # one of 64 lock files, so that they do not pile up
+        stripe = int(name[:2], 16) % 64  # one of 64 lock files, so that they do not pile up
+        with self._lock(f"inner.{stripe}" if inner else f"{stripe}"):
             with suppress(FileNotFoundError):
                 return self._reuse(path, use)
             partial = self.folder / f".{name}.{os.getpid()}{suffix}"
@@ -71,7 +76,10 @@ class DiskCache:
     def _lock(self, name: str) -> Iterator[None]:
         with (self.folder / f".lock.{name}").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            try:
+                yield
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing would not, while a process forked meanwhile has it open
 
     def _evict(self) -> None:
         """Remove what was not used for longest until all files are within the limit, or nothing is left to remove."""

@@ -133,7 +133,7 @@ class RemotePlace:
     def kept(self, name: str) -> Path:
         """Fetch the whole file into the bounded cache, for formats that decode parts of it."""
         key, suffix = f"{self.describe(name)}/{self.signature(name)}", Path(name).suffix
-        self._cache.fetch(key, lambda path: self._get(name, path), lambda path: None, suffix)
+        self._cache.fetch(key, lambda path: self._get(name, path), lambda path: None, suffix, inner=True)
         return self._cache.path(key, suffix)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
