@@ -178,3 +178,39 @@ def test_the_end_of_one_rank_is_the_end_of_all(fails: str, failing_rank: int, sa
     else:
         assert result.returncode != 0
     assert not list(tmp_path.glob("*.json")), "no rank went on to the end"
+
+
+GARBAGE = """
+import gc, tempfile
+import torch.distributed as dist
+import lightning as L
+from lightning.fabric import Fabric
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_parm
+
+def leave_a_group_as_garbage():
+    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+    kept = [dist.group.WORLD, dist.new_group([0])]
+    kept.append(kept)
+    dist.destroy_process_group()
+
+class Collects(BoringModel):
+    def on_train_start(self):
+        gc.collect()
+
+if __name__ == "__main__":
+    gc.disable()
+    leave_a_group_as_garbage()
+    Fabric(accelerator="cpu", devices=2, strategy="parm_fork").launch(lambda fabric: gc.collect())
+    leave_a_group_as_garbage()
+    trainer = L.Trainer(strategy="parm_fork", accelerator="cpu", devices=2, max_steps=1, logger=False,
+        limit_val_batches=0, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False)
+    trainer.fit(Collects())
+"""
+
+
+def test_forked_ranks_do_not_collect_what_an_earlier_run_has_left(tmp_path: Path) -> None:
+    # a group has threads, which only the process that made it has: a rank that collects it dies
+    (tmp_path / "script.py").write_text(GARBAGE)
+    finished = run_command([sys.executable, str(tmp_path / "script.py")], cwd=tmp_path, timeout=120)
+    assert finished.returncode == 0, finished.stderr
