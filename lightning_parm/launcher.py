@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 
 
-class WholeWeightsLauncher(_MultiProcessingLauncher):
-    """Sends whole weights from rank 0 to the parent; Lightning's own launcher would send rank 0's shards."""
+class GarbageStaysBehind:
+    """Stands before a launcher of Lightning's: the ranks it forks never collect what is this process's garbage.
+
+    An earlier run's process group, for instance, would wait in them for threads that only this process has.
+    """
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
         """Start the ranks and wait for them."""
-        with garbage_stays_behind():
-            return super().launch(*args, **kwargs)
+        gc.freeze()
+        try:
+            return super().launch(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            gc.unfreeze()
+
+
+class WholeWeightsLauncher(GarbageStaysBehind, _MultiProcessingLauncher):
+    """Sends whole weights from rank 0 to the parent; Lightning's own launcher would send rank 0's shards."""
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
         whole = trainer.strategy.whole_state_dict()
         trainer.lightning_module.state_dict = lambda *_, **__: whole  # this process is about to end
         return super()._collect_rank_zero_results(trainer, results)
-
-
-@contextmanager
-def garbage_stays_behind() -> Generator[None, None, None]:
-    """Processes forked within it never collect what is this one's garbage.
-
-    An earlier run's process group, for instance, would wait in them for threads that only this process has.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -7,8 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
 from lightning_parm.checkpoint.save import ShardedSave
@@ -97,3 +99,27 @@ class BackgroundSaves:
         finally:
             self._thread.shutdown()
             self._leave_group()
+
+
+def check_saves(strategy: Any, name: str, owner: str) -> None:
+    """What writes on a thread must be able to write what is asked for.
+
+    Args:
+        strategy: Of the Trainer or of Fabric, before its processes start.
+        name: Its class, for the message.
+        owner: Who takes plugins, for the message.
+
+    Raises:
+        ValueError: If a plugin that writes files is to write directories, or ``async_checkpoint`` to write files.
+    """
+    several = strategy.num_nodes * strategy.num_processes > 1
+    if several and strategy._save_distributed_checkpoint and isinstance(strategy._checkpoint_io, AsyncCheckpointIO):
+        raise ValueError(
+            "AsyncCheckpointIO writes files and a sharded checkpoint is a directory: take the plugin away and use "
+            f"{name}(async_checkpoint=True), or set save_distributed_checkpoint=False."
+        )
+    if strategy._async_checkpoint and not strategy._save_distributed_checkpoint:
+        raise ValueError(
+            "async_checkpoint=True writes directories, save_distributed_checkpoint=False asks for files: drop one "
+            f"of them, or give {owner} Lightning's AsyncCheckpointIO plugin, which writes files on a thread."
+        )

@@ -12,14 +12,13 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading
 from lightning.fabric.utilities.types import _PATH, _Stateful
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parm.checkpoint.background import BackgroundSaves
+from lightning_parm.checkpoint.background import BackgroundSaves, check_saves
 from lightning_parm.checkpoint.directory import is_sharded, load_optimizer_tensors, load_sharded
 from lightning_parm.checkpoint.save import ShardedSave
-from lightning_parm.launcher import garbage_stays_behind
+from lightning_parm.launcher import GarbageStaysBehind
 from lightning_parm.parallel.model import ParallelModel
 
 
@@ -35,17 +34,7 @@ class CheckpointingFabricStrategy(DDPStrategy):
         """The model that ``value`` is, or whose parameters it optimises."""
 
     def _configure_launcher(self) -> None:
-        several = self.num_nodes * self.num_processes > 1
-        if several and self._save_distributed_checkpoint and isinstance(self._checkpoint_io, AsyncCheckpointIO):
-            raise ValueError(
-                "AsyncCheckpointIO writes files and a sharded checkpoint is a directory: take the plugin away and use "
-                "FabricParmStrategy(async_checkpoint=True), or set save_distributed_checkpoint=False."
-            )
-        if self._async_checkpoint and not self._save_distributed_checkpoint:
-            raise ValueError(
-                "async_checkpoint=True writes directories, save_distributed_checkpoint=False asks for files: drop one "
-                "of them, or give Fabric Lightning's AsyncCheckpointIO plugin, which writes files on a thread."
-            )
+        check_saves(self, "FabricParmStrategy", "Fabric")
         super()._configure_launcher()
         if self._start_method != "popen":
             self._launcher = SavedLauncher(self, start_method=self._start_method)
@@ -173,13 +162,8 @@ class CheckpointingFabricStrategy(DDPStrategy):
             target.load_state_dict(saved)
 
 
-class SavedLauncher(_MultiProcessingLauncher):
+class SavedLauncher(GarbageStaysBehind, _MultiProcessingLauncher):
     """Lets spawned and forked ranks end when what they save is whole, with the failure of what is not."""
-
-    def launch(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the ranks and wait for them."""
-        with garbage_stays_behind():
-            return super().launch(*args, **kwargs)
 
     def _wrapping_function(self, process_idx: int, function: Callable[..., Any], *rest: Any) -> None:
         def and_finish(*args: Any, **kwargs: Any) -> Any:

@@ -14,14 +14,13 @@ import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_parm.checkpoint import directory as sharded
-from lightning_parm.checkpoint.background import BackgroundSaves
+from lightning_parm.checkpoint.background import BackgroundSaves, check_saves
 from lightning_parm.checkpoint.save import ShardedSave
 from lightning_parm.moe import Topology
 from lightning_parm.parallel.model import ParallelModel
@@ -47,17 +46,7 @@ class CheckpointingStrategy(DDPStrategy):
         """The module cut over the ranks."""
 
     def _configure_launcher(self) -> None:
-        several = self.num_nodes * self.num_processes > 1
-        if several and self._save_distributed_checkpoint and isinstance(self._checkpoint_io, AsyncCheckpointIO):
-            raise ValueError(
-                "AsyncCheckpointIO writes files and a sharded checkpoint is a directory: take the plugin away and use "
-                "ParmStrategy(async_checkpoint=True), or set save_distributed_checkpoint=False."
-            )
-        if self._async_checkpoint and not self._save_distributed_checkpoint:
-            raise ValueError(
-                "async_checkpoint=True writes directories, save_distributed_checkpoint=False asks for files: drop one "
-                "of them, or give the Trainer Lightning's AsyncCheckpointIO plugin, which writes files on a thread."
-            )
+        check_saves(self, "ParmStrategy", "the Trainer")
         super()._configure_launcher()
 
     @property
