@@ -98,8 +98,21 @@ class Order:
         The marks (N, L + 1) uint8 are left out where nobody asks for them and no token is padding.
         """
         shape = (len(samples), self.width)
-        out = np.zeros(shape, dtype=self.dtype) if self._padded else np.empty(shape, dtype=self.dtype)
-        marks = np.full(shape, PADS if self._padded else CONTINUES, dtype=np.uint8) if marked or self._padded else None
+        out = np.empty(shape, dtype=self.dtype)
+        marks = np.empty(shape, dtype=np.uint8) if self.has_marks(marked) else None
+        self.read_into(samples, mixture, out, marks)
+        return out, marks
+
+    def has_marks(self, marked: bool) -> bool:
+        """Return whether :meth:`read` marks tokens: where somebody asks, and where some of them are padding."""
+        return marked or self._padded
+
+    def read_into(self, samples: Int64, mixture: Mixture, out: Tokens, marks: Marks | None) -> None:
+        """As :meth:`read`, into arrays (N, L + 1) that may hold anything."""
+        if self._padded:
+            out.fill(0)
+        if marks is not None:
+            marks.fill(PADS if self._padded else CONTINUES)
         sources, shards, windows = self.locate(samples, mixture)
         for number in np.unique(sources).tolist():
             rows = np.flatnonzero(sources == number)
@@ -114,7 +127,6 @@ class Order:
                     filled = np.bincount(pieces.row, weights=pieces.size, minlength=len(rows)).astype(np.int64)
                     marks[rows] = np.where(np.arange(self.width) < filled[:, None], CONTINUES, PADS)
                 marks[rows[pieces.row], pieces.column] = STARTS
-        return out, marks
 
 
 def _require(source: Source, holds: bool, what: str) -> None:

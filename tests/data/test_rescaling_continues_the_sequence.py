@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from data.corpora import numbered_documents, random_lengths, write_arrow
 
-from lightning_parm.data import TokenLoader
+from lightning_parm.data import TokenLoader, blocks
 
 L = 16
 
@@ -49,6 +49,17 @@ def run(ranks, steps):
 @pytest.fixture(scope="module")
 def uninterrupted(folder):
     return run(loaders(folder, 1, 1), 2500)
+
+
+def test_workers_that_run_ahead_wait_for_the_block_in_use(folder, uninterrupted, monkeypatch):
+    monkeypatch.setattr(blocks, "_BLOCK_TOKENS", 64 * (L + 1))  # blocks of 32 batches, so that their memory goes round
+    (loader,) = loaders(folder, 1, 2, num_workers=2)
+    read = {}
+    for step in range(600):
+        read |= run([loader], 1)
+        if step % 32 in (31, 15):
+            time.sleep(0.02)  # the workers could have filled everything by now
+    assert read == {sample: uninterrupted[sample] for sample in range(1200)}
 
 
 def test_a_seek_ends_the_processes_that_read_ahead(folder, uninterrupted):
