@@ -18,7 +18,6 @@ from lightning_parm.checkpoint.fabric import CheckpointingFabricStrategy
 from lightning_parm.parallel.gradients import AgreedGradScaler, clip_by_global_norm, clip_by_value, global_norm
 from lightning_parm.parallel.model import ParallelModel
 from lightning_parm.parallel.placement import check_groups
-from lightning_parm.parallel.sharding import give_back
 from lightning_parm.parallel.sizes import SizedStrategy, check_data_parallel
 
 
@@ -181,8 +180,8 @@ class FabricParmStrategy(SizedStrategy, CheckpointingFabricStrategy):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step; after a model's first one, choose its schedules for the sizes that its batch had, then time them."""
-        for module in self._models:
-            give_back(module)  # what an evaluation has gathered would keep the values from before the step
+        for model in self._models.values():
+            model.give_back()  # what an evaluation has gathered would keep the values from before the step
         output = super().optimizer_step(optimizer, **kwargs)
         for model, pace in self._paces.items():
             if pace is optimizer:

@@ -17,7 +17,7 @@ from lightning_parm.moe import Topology
 from lightning_parm.parallel.automatic import AutomaticSchedule
 from lightning_parm.parallel.gradients import GradientReducer, clip_by_global_norm, global_norm
 from lightning_parm.parallel.placement import ParameterPlacement, make_replicas_equal, moe_layers, place_parameters
-from lightning_parm.parallel.sharding import give_back, shard, synchronise
+from lightning_parm.parallel.sharding import give_back, shard, synchronise, units_of
 from lightning_parm.parallel.state import by_position, full_tensors, load_optimizer_state, optimizer_state
 from lightning_parm.parallel.tensor_parallel import cut_dense_layers
 
@@ -63,22 +63,30 @@ class ParallelModel:
         if topology.tensor_parallel_size > 1:
             assert self._dense_mesh is not None
             cut_dense_layers(module, self._dense_mesh["tensor_parallel"])
-        self.placements = place_parameters(module, topology, device.type)
+        self._look_around()
+
+    def _look_around(self) -> None:
+        """Find once what a batch would otherwise look for in a tree of thousands of modules."""
+        self._units = units_of(self._module)
+        self.placements = place_parameters(self._module, self.topology, self.device.type)
+        self._placed: list[tuple[nn.Parameter, ParameterPlacement]] | None = None
 
     @property
     def module(self) -> nn.Module:
         """The model, with this rank's part of every parameter."""
-        give_back(self._module)
+        self.give_back()
         return self._module
+
+    def give_back(self) -> None:
+        """Free what a step or an evaluation has gathered; no communication."""
+        give_back(self._units)
 
     def placed(self, optimizer: Optimizer | None = None) -> list[tuple[nn.Parameter, ParameterPlacement]]:
         """Every parameter with its placement, in the order of the module; of ``optimizer`` only, if one is given."""
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else None
-        return [
-            (parameter, self.placements[name])
-            for name, parameter in self.module.named_parameters()
-            if wanted is None or id(parameter) in wanted
-        ]
+        if self._placed is None:
+            self._placed = [(p, self.placements[name]) for name, p in self.module.named_parameters()]
+        return [pair for pair in self._placed if wanted is None or id(pair[0]) in wanted]
 
     def make_replicas_equal(self) -> None:
         """Give every replica the values of the first rank that holds them, once the module is on its device.
@@ -88,13 +96,14 @@ class ParallelModel:
         make_replicas_equal(self.module, self.placements, self.topology)
         if self._data_parallel == "shard" and self._dense_mesh is not None:
             shard(self.module, self.topology, self._dense_mesh, self.topology.sparse_mesh(self.device.type))
-            self.placements = place_parameters(self.module, self.topology, self.device.type)
+            self._look_around()
 
     # ---------------------------------------------------------------- training
 
     def prepare_training(self, bucket_size_bytes: int, calibrate: bool, verify_steps: int = 0) -> None:
         """Watch the gradients, to average them while backward runs, and the sizes that schedules are chosen for."""
         self.release()
+        self._placed = None
         self._reducer = GradientReducer(self.placed(), self.topology.group, bucket_size_bytes)
         if calibrate:
             self._automatic = AutomaticSchedule.watch(self.module, self.topology, self._fixed, verify_steps)
@@ -108,11 +117,11 @@ class ParallelModel:
     def averaging(self, active: bool = True) -> Generator[None, None, None]:
         """Run backward within it; gradients are averaged over ranks when it ends."""
         reducer = self._reducer if active else None
-        synchronise(self._module, active)
+        synchronise(self._units, active)
         if reducer is not None:
             reducer.start()
         yield
-        give_back(self._module)  # nothing gathered may outlive the optimizer's step
+        self.give_back()  # nothing gathered may outlive the optimizer's step
         if reducer is not None:
             reducer.finish()
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -49,7 +49,7 @@ def shard(module: nn.Module, topology: Topology, dense_mesh: DeviceMesh, sparse_
         dense_mesh: The ranks by data_parallel and tensor_parallel.
         sparse_mesh: The ranks by expert_data_parallel, expert_parallel and expert_shard.
     """
-    if any(isinstance(child, FSDPModule) for child in module.modules()):
+    if units_of(module):
         return
     plan: dict[nn.Parameter, ShardPlacementResult] = {}
     dense = FSDPMeshInfo(dense_mesh["data_parallel"], shard_mesh_dim=0)
@@ -93,27 +93,36 @@ def shard(module: nn.Module, topology: Topology, dense_mesh: DeviceMesh, sparse_
         warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(module).__name__}\) returned a view")
 
 
-def synchronise(module: nn.Module, active: bool) -> None:
+def units_of(module: nn.Module) -> list[FSDPModule]:
+    """Every part of ``module`` that is gathered and given back on its own, whoever sharded it; found once, for speed.
+
+    Example:
+        >>> units_of(nn.Linear(2, 2))
+        []
+    """
+    return [child for child in module.modules() if isinstance(child, FSDPModule)]
+
+
+def synchronise(units: Iterable[FSDPModule], active: bool) -> None:
     """Whether the next backward pass averages the gradients of sharded parameters, or keeps and adds them up."""
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.set_requires_gradient_sync(active, recurse=False)
+    for unit in units:
+        unit.set_requires_gradient_sync(active, recurse=False)
 
 
-def give_back(module: nn.Module) -> None:
-    """Free what is gathered, so that ``module.parameters()`` are the shards; no communication."""
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.reshard()
+def give_back(units: Iterable[FSDPModule]) -> None:
+    """Free what is gathered, so that the parameters of the module are the shards; no communication."""
+    for unit in units:
+        unit.reshard()
 
 
 def _then_give_back(module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
     """No backward follows an evaluation, which would free what ``module`` itself has gathered."""
+    units = units_of(module)
 
     @wraps(step)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         output = step(*args, **kwargs)
-        give_back(module)
+        give_back(units)
         return output
 
     return evaluate

@@ -14,7 +14,7 @@ from distributed import run_ranks
 from hall.models import RecordingGPT, small_gpt
 from hall.trainers import OrderedTokens, RandomTokens, make_trainer
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -237,3 +237,30 @@ def test_a_second_fit_goes_on_with_the_shards() -> None:
     make_trainer(0, 1, max_steps=2).fit(model, OrderedTokens(16, 8))
     for ours in run_ranks(4, rank_main):
         torch.testing.assert_close(ours, model.losses, rtol=0, atol=1e-10)
+
+
+class ShardsItself(RecordingGPT):
+    """A user's own sharding, as FSDP2's tutorial has it: attention and the whole, and not the experts."""
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not isinstance(self, FSDPModule):
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.blocks:
+                fully_shard(block.attention, mesh=mesh)
+            fully_shard(self, mesh=mesh, ignored_params={*self.blocks.parameters()})
+
+
+def test_what_configure_model_has_sharded_accumulates_and_clips_as_one_process() -> None:
+    def rank_main(rank: int, world_size: int, strategy: Any) -> tuple[list[float], list[float], int]:
+        model = small_gpt(torch.float64, cls=ShardsItself)
+        options = {**CLIP_AND_ACCUMULATE, "val_check_interval": 2}
+        trainer = make_trainer(rank, world_size, strategy, max_steps=4, **options)
+        data: Any = OrderedTokens(64, 8)
+        data.val_dataloader = lambda: DataLoader(RandomTokens(4), batch_size=2)
+        trainer.fit(model, data)
+        return model.losses, model.norms, sum(isinstance(p, DTensor) for p in model.parameters())
+
+    *expected, _ = rank_main(0, 1, "auto")
+    for *ours, num_sharded in run_ranks(2, rank_main, ParmStrategy(expert_parallel_size=2)):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+        assert num_sharded > 4

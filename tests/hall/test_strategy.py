@@ -245,3 +245,34 @@ def test_the_bias_of_sigmoid_routers_follows_the_load_alike_on_all_ranks() -> No
     first, second = run_ranks(2, rank_main)
     assert first == second
     assert any(first)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_batch_does_not_search_the_tree_of_modules(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # thousands of modules take some 60 ms
+    searches: list[str] = []
+    named_modules = nn.Module.named_modules
+
+    def counted(module: nn.Module, *args: Any, **options: Any) -> Any:
+        searches.append(type(module).__name__)
+        return named_modules(module, *args, **options)
+
+    class Second(L.Callback):
+        """Listens from the second batch to the end of the last."""
+
+        def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+            if index == 1:
+                monkeypatch.setattr(nn.Module, "named_modules", counted)
+
+        def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            monkeypatch.undo()
+
+    def rank_main(rank: int, world_size: int) -> tuple[int, list[str]]:
+        strategy = ParmStrategy(expert_parallel_size=world_size)
+        options = {"max_steps": 4, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "callbacks": [Second()]}
+        trainer = make_trainer(rank, world_size, strategy, max_epochs=1, **options)
+        model = GPT(vocab_size=32, num_layers=1, num_heads=2, model_dim=16, hidden_dim=32, num_experts=2)
+        trainer.fit(model, OrderedTokens(64, 8))
+        return trainer.global_step, searches
+
+    assert run_ranks(world_size, rank_main) == [(4, [])] * world_size
