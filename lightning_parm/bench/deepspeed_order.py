@@ -13,6 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_parm.moe.collectives import all_to_all, gather, reduce, replicate, split
+from lightning_parm.moe.cost import Collective, Workload
 from lightning_parm.moe.routers import Part
 from lightning_parm.moe.schedules import Layer, lay_out, route
 
@@ -50,3 +51,20 @@ def deepspeed_order(layer: Layer, x: Tensor) -> Tensor:
     rows = split(reduce(rows, mp).wait(), widths, mp).wait()
     rows = all_to_all(rows, lanes[rank], layout.send, ep).wait()
     return routing.combine(gather(rows, peers, mp).wait())
+
+
+def calls(work: Workload) -> list[Collective]:
+    """What the order sends, forward and backward.
+
+    Example:
+        >>> work = Workload(num_tokens=8, model_dim=4, hidden_dim=4, num_experts=2, top_k=1, tensor_parallel_size=2,
+        ...                 expert_parallel_size=2, expert_shard_size=2)
+        >>> [call.kind for call in calls(work)][:5]
+        ['all_to_all', 'all_to_all', 'all_gather', 'all_gather', 'all_reduce']
+    """
+    size = work.rows(work.num_tokens, work.tensor_parallel_size) * work.model_dim * work.element_bytes
+    mp, esp, ep = work.tensor_parallel_size, work.expert_shard_size, work.expert_parallel_size
+    once = [("all_to_all", "expert_parallel", ep, size // mp)] * (2 * (ep > 1))
+    once += [("all_gather", "tensor_parallel", mp, size)] * ((mp > 1) + (esp > 1))
+    once += [("all_reduce", "expert_shard", esp, size)] * (esp > 1)
+    return [Collective(*call, backward) for backward in (False, True) for call in once]  # type: ignore[arg-type]

@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from lightning_parm.bench import deepspeed_order
+from lightning_parm.bench.bare import bare
+from lightning_parm.bench.contest import Action, Contest
 from lightning_parm.bench.deepspeed_layer import DeepSpeedLayer, available
-from lightning_parm.bench.deepspeed_order import deepspeed_order
 from lightning_parm.bench.emulation import EmulatedCluster, bytes_per_second, run_emulated
 from lightning_parm.bench.limit import limit_seconds
-from lightning_parm.moe import MoE, Topology
+from lightning_parm.moe import Topology
 from lightning_parm.moe.calibrate import calibrate
 from lightning_parm.moe.choice import candidates, choose_for, comparisons
 from lightning_parm.moe.cost import Collective, Workload, collectives, total_bytes
@@ -51,7 +52,8 @@ def schedules(
     """Time every schedule of a MoE layer, forward and backward, beside what the cost model predicts and chooses.
 
     Start it with torchrun on a cluster, or on one Linux machine with --emulate. The order alternates between
-    repetitions, a repetition takes as long as its slowest rank, and medians are reported.
+    repetitions, a repetition takes as long as its slowest rank, and medians are reported. "Bare" is a schedule's
+    collectives and matrix products alone, timed in the same turns: the least that it can take on this machine.
 
     Args:
         model_dim: M.
@@ -152,13 +154,17 @@ def measure(
         choice = choose_for(work, links, max_chunks)
         compared = {str(each): each for each in comparisons(topology)}
         every = {**compared, **{str(each): each for each in candidates(topology, max_chunks)}}
-        runner = _Runner(topology, work, activation, device)
-        runs = {name: partial(runner.forward, each) for name, each in every.items()}
-        difference = runner.largest_difference(list(runs.values()))
+        contest = Contest(topology, work, activation, device)
+        runs = {name: partial(contest.forward, each) for name, each in every.items()}
+        difference = contest.largest_difference(list(runs.values()))
         if available(work):
             every[DEEPSPEED] = compared[DEEPSPEED] = Candidate("deepspeed")
-            runs[DEEPSPEED] = partial(DeepSpeedLayer(runner.layer), runner.x)
-        times = runner.alternate(list(runs.values()), repetitions)
+            runs[DEEPSPEED] = partial(DeepSpeedLayer(contest.layer), contest.x)
+        alone = {name: each for name, each in every.items() if each.chunks == 1 and name != DEEPSPEED}
+        actions: list[Action] = [partial(contest.both, run) for run in runs.values()]
+        actions += [bare(each, _calls(each, work), work, topology, device) for each in alone.values()]
+        times = contest.alternate(actions, repetitions)
+        least = dict(zip(alone, times[len(runs) :], strict=True))
     finally:
         if own_group:
             dist.destroy_process_group()
@@ -166,7 +172,7 @@ def measure(
         return {"candidates": []}
     per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
     rows = []
-    for (name, each), seconds in zip(every.items(), times, strict=True):
+    for (name, each), seconds in zip(every.items(), times, strict=False):
         calls = _calls(each, work)
         limit = limit_seconds(calls, topology, per_node, inter or float("inf"), intra or float("inf"))
         rows.append(
@@ -176,6 +182,7 @@ def measure(
                 "lowest_ms": 1e3 * min(seconds),
                 "highest_ms": 1e3 * max(seconds),
                 "predicted_ms": None if name == DEEPSPEED else 1e3 * choice.seconds[each],
+                "bare_ms": 1e3 * statistics.median(least[name]) if name in least else None,
                 "limit_ms": 1e3 * limit,
                 "sent_bytes": total_bytes(calls),
                 "compared_only": name in compared,
@@ -202,86 +209,9 @@ def measure(
 
 
 def _calls(candidate: Candidate, work: Workload) -> list[Collective]:
-    if candidate.schedule != "deepspeed":
-        return collectives(work, candidate.schedule, candidate.transport, candidate.chunks)
-    size = work.rows(work.num_tokens, work.tensor_parallel_size) * work.model_dim * work.element_bytes
-    mp, esp, ep = work.tensor_parallel_size, work.expert_shard_size, work.expert_parallel_size
-    once = [Collective("all_to_all", "expert_parallel", ep, size // mp, False)] * (2 * (ep > 1))
-    once += [Collective("all_gather", "tensor_parallel", mp, size, False)] * ((mp > 1) + (esp > 1))
-    return [*once, *[Collective("all_reduce", "expert_shard", esp, size, False)] * (esp > 1)] * 2
-
-
-class _Runner:
-    """One layer with fixed weights, tokens and output gradients, run under one candidate after another."""
-
-    def __init__(self, topology: Topology, work: Workload, activation: Activation, device: torch.device) -> None:
-        torch.manual_seed(0)
-        self.layer = MoE(
-            work.model_dim,
-            work.hidden_dim,
-            work.num_experts,
-            work.top_k,
-            work.capacity_factor,
-            activation,
-            router="uniform",  # balance is not what is measured
-            static_shapes=work.static_shapes,
-            device=device,
-        ).parallelize(topology)
-        torch.manual_seed(1 + topology.data_parallel_rank)
-        self.x = torch.randn(work.num_tokens, work.model_dim, device=device, requires_grad=True)
-        self.gradient = torch.randn(work.num_tokens, work.model_dim, device=device)
-        self.device = device
-
-    def forward(self, candidate: Candidate) -> Tensor:
-        if candidate.schedule == "deepspeed":
-            return deepspeed_order(self.layer, self.x)
-        self.layer.schedule, self.layer.transport, self.layer.chunks = candidate.schedule, *candidate[1:]
-        y: Tensor = self.layer(self.x)
-        return y
-
-    def largest_difference(self, runs: list[Callable[[], Tensor]]) -> float:
-        """Between the outputs and gradients of any two runs, over all ranks."""
-        results = []
-        for run in runs:
-            self.clear()
-            y = run()
-            y.backward(self.gradient)
-            results.append((y.detach(), _gradient(self.x), _gradient(self.layer.experts.w_in)))
-        pairs = [pair for result in results for pair in zip(result, results[0], strict=True)]
-        largest = torch.stack([(value - first).abs().max() for value, first in pairs]).max()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return float(largest)
-
-    def alternate(self, runs: list[Callable[[], Tensor]], repetitions: int) -> list[list[float]]:
-        """The slowest rank's seconds of every repetition of every run; one more of each comes first, to warm up."""
-        times: list[list[float]] = [[] for _ in runs]
-        for repetition in range(repetitions + 1):
-            order = range(len(runs)) if repetition % 2 else reversed(range(len(runs)))
-            for index in order:
-                self.clear()
-                self.synchronize()
-                dist.barrier()
-                started = time.perf_counter()
-                runs[index]().backward(self.gradient)
-                self.synchronize()
-                if repetition:
-                    times[index].append(time.perf_counter() - started)
-        slowest = torch.tensor(times, dtype=torch.float64, device=self.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return slowest.tolist()
-
-    def clear(self) -> None:
-        self.layer.zero_grad()
-        self.x.grad = None
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.clone()
+    if candidate.schedule == "deepspeed":
+        return deepspeed_order.calls(work)
+    return collectives(work, candidate.schedule, candidate.transport, candidate.chunks)
 
 
 def render(result: dict[str, Any]) -> Any:
@@ -293,11 +223,23 @@ def render(result: dict[str, Any]) -> Any:
         return ""
     sizes = ", ".join(f"{name}={value}" for name, value in {**result["topology"], **result["sizes"]}.items())
     table = Table(title=f"forward + backward of one layer on {result.get('cluster', 'this cluster')}", caption=sizes)
-    for name in ("schedule", "median ms", "lowest", "highest", "predicted", "links allow", "MB sent", "of the choice"):
+    for name in (
+        "schedule",
+        "median ms",
+        "lowest",
+        "highest",
+        "predicted",
+        "bare",
+        "links allow",
+        "MB sent",
+        "of the choice",
+    ):
         table.add_column(name, justify="left" if name == "schedule" else "right")
     chosen = next(row for row in result["candidates"] if row["candidate"] == result["choice"])
     for row in sorted(result["candidates"], key=lambda row: row["median_ms"]):
-        columns = (row[name] for name in ("median_ms", "lowest_ms", "highest_ms", "predicted_ms", "limit_ms"))
+        columns = (
+            row[name] for name in ("median_ms", "lowest_ms", "highest_ms", "predicted_ms", "bare_ms", "limit_ms")
+        )
         name = row["candidate"] + (" (compared only)" if row["compared_only"] else "")
         table.add_row(
             name,
@@ -333,6 +275,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
     axes.barh(names, medians, xerr=spread, color="#9ecae1", label="measured: median and range")
     axes.plot([float("nan") if ms is None else ms for ms in value("predicted_ms")], names, "o", color="#d94801")
     axes.lines[-1].set_label("predicted")
+    axes.plot([float("nan") if ms is None else ms for ms in value("bare_ms")], names, "x", color="#636363")
+    axes.lines[-1].set_label("its collectives and products alone")
     axes.plot(value("limit_ms"), names, "|", color="black", markersize=12, label="what the links allow")
     axes.set_xlabel("ms, forward + backward (* chosen)")
     axes.legend()

@@ -1,25 +1,40 @@
 """The benchmark of schedules: equal results from all orders, the physical limit, and one run on an emulated cluster."""
 
 import io
+from collections import Counter
+from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_ranks
 from rich.console import Console
 
+from lightning_parm.bench.bare import bare, experts_rows
+from lightning_parm.bench.contest import Contest
 from lightning_parm.bench.deepspeed_layer import DeepSpeedLayer, available
+from lightning_parm.bench.deepspeed_order import calls as deepspeed_calls
 from lightning_parm.bench.deepspeed_order import deepspeed_order
 from lightning_parm.bench.emulation import why_unavailable
 from lightning_parm.bench.limit import limit_seconds
 from lightning_parm.bench.schedules import render, schedules
 from lightning_parm.bench.training import training
 from lightning_parm.moe import MoE, Topology
-from lightning_parm.moe.cost import Collective, Workload
+from lightning_parm.moe.cost import Collective, Workload, collectives
 from lightning_parm.moe.links import PUBLISHED_32_GPUS
+from lightning_parm.moe.prediction import Candidate
 
 REASON = why_unavailable()
+FUNCTIONS = {
+    "all_to_all": "all_to_all_single",
+    "all_gather": "all_gather_single",
+    "reduce_scatter": "reduce_scatter_single",
+    "all_reduce": "all_reduce",
+}
 
 
 def compare_orders(rank: int, world_size: int, static: bool) -> float:
@@ -68,6 +83,32 @@ def test_deepspeeds_own_layer_is_timed_only_where_it_exists() -> None:
 
 def test_the_order_of_deepspeed_needs_equal_sizes() -> None:
     run_ranks(2, refuse)
+
+
+def run_bare(rank: int, world_size: int) -> None:
+    topology = Topology(world_size, rank, 2, 2, 2)
+    sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "expert_shard_size": 2, "static_shapes": True}
+    work = Workload(32, 8, 8, 2, 2, **sizes, capacity_factor=1.25, auxiliary_loss=False, num_matrices=2)
+    cpu = torch.device("cpu")
+    contest = Contest(topology, work, "gelu", cpu)
+    reached: list[int] = []
+    contest.layer.experts.register_forward_pre_hook(lambda _, inputs: reached.append(len(inputs[0])))
+    for candidate in map(Candidate, ("baseline", "plain", "s1", "s2", "deepspeed")):
+        contest.both(partial(contest.forward, candidate))
+        assert experts_rows(candidate, work) == reached.pop()
+        calls = deepspeed_calls(work) if candidate.schedule == "deepspeed" else collectives(work, *candidate)
+        action = bare(candidate, calls, work, topology, cpu)
+        with ExitStack() as stack:
+            spies = {
+                kind: stack.enter_context(patch.object(dist, name, wraps=getattr(dist, name)))
+                for kind, name in FUNCTIONS.items()
+            }
+            action()
+        assert Counter({kind: spy.call_count for kind, spy in spies.items()}) == Counter(call.kind for call in calls)
+
+
+def test_bare_schedules_send_and_multiply_what_the_layer_does() -> None:
+    run_ranks(4, run_bare)
 
 
 def compare_layers(rank: int, world_size: int) -> float:
