@@ -12,7 +12,8 @@ the current one, waiting makes the current stream wait for it, and the process g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,24 @@ from torch import Tensor
 Group = dist.ProcessGroup | None
 Land = Callable[[], Tensor]
 Launch = Callable[[Tensor], tuple[Tensor, Land]]  # rows -> (a buffer in flight, how to wait for the result)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def first_order(backward: Callable[P, R]) -> Callable[P, R]:
+    """A backward that is not differentiated itself, and says so where torch would leave it out of the sum.
+
+    Raises:
+        RuntimeError: If a graph of the gradients is asked for.
+    """
+
+    @wraps(backward)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.is_grad_enabled():
+            raise RuntimeError("An MoE layer has no second derivatives; compute gradients without create_graph=True.")
+        return backward(*args, **kwargs)
+
+    return checked
 
 
 class Pending:
@@ -84,6 +103,7 @@ class _Wait(torch.autograd.Function):
         return transfer.landed()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         ctx.transfer.launch(ctx.transfer.backward, gradient)
         return None, None  # the gradient travels in the transfer
@@ -175,7 +195,7 @@ def exchange_sizes(size: int, group: Group, device: torch.device) -> list[int]:
     if group is None:
         return [size]
     sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
-    dist.all_gather_single(sizes, torch.tensor([size], device=device), group=group)
+    dist.all_gather_single(sizes, torch.full_like(sizes[:1], size), group=group)
     return sizes.tolist()
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_parm.moe.collectives import scale_gradient
+from lightning_parm.moe.collectives import first_order, scale_gradient
 from lightning_parm.moe.topology import Topology
 
 Activation = Literal["swiglu", "gelu", "relu_squared"]
@@ -204,6 +204,7 @@ class _Activate(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (hidden,) = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
@@ -223,7 +224,8 @@ class _Weights(NamedTuple):
 def _grouped(rows: Tensor, weights: _Weights, per_expert: Sequence[int], activation: str) -> Tensor:
     """All experts at once, in two grouped kernels."""
     w_in, w_out, b_in, b_out = weights
-    hidden: Tensor = _GroupedKernel.apply(rows, w_in, per_expert)  # type: ignore[no-untyped-call]
+    # contiguous, for the shared experts' rows are the user's own, and the kernel does not take any strides
+    hidden: Tensor = _GroupedKernel.apply(rows.contiguous(), w_in, per_expert)  # type: ignore[no-untyped-call]
     if b_in is not None:
         hidden = hidden + _per_row(b_in, per_expert)
     hidden = _Activate.apply(hidden, w_out.shape[2], activation)  # type: ignore[no-untyped-call]
@@ -238,14 +240,13 @@ def _one_by_one(rows: Tensor, weights: _Weights, per_expert: Sequence[int], acti
 
 
 def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """``grouped_mm`` needs a GPU with bfloat16 tensor cores, and rows of all factors at multiples of 16 bytes."""
-    return (
-        rows.is_cuda
-        and rows.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(rows.device) >= (8, 0)
-        and weight.shape[1] % 8 == weight.shape[2] % 8 == 0
-        and rows.shape[0] > 0
-    )
+    """``grouped_mm`` needs a GPU with bfloat16 tensor cores."""
+    return rows.is_cuda and _fits_kernel(rows, weight) and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+
+
+def _fits_kernel(rows: Tensor, weight: Tensor) -> bool:
+    """It takes bfloat16 only, and rows of all factors that start at multiples of 16 bytes."""
+    return rows.dtype == torch.bfloat16 and weight.shape[1] % 8 == weight.shape[2] % 8 == 0 and rows.shape[0] > 0
 
 
 class _GroupedKernel(torch.autograd.Function):
@@ -259,6 +260,7 @@ class _GroupedKernel(torch.autograd.Function):
         return F.grouped_mm(rows, weight.mT, offs=ends)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, weight, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
@@ -298,6 +300,7 @@ class _OneByOne(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, w_in, w_out, *hidden = ctx.saved_tensors
         needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])

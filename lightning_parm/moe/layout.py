@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_parm.moe.collectives import first_order
 from lightning_parm.moe.topology import Topology
 
 Travel = Literal["plain", "fused", "two_hop"]
@@ -194,6 +195,7 @@ class _Take(torch.autograd.Function):
         return sum_rows(rows, index)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         _, transposed = ctx.saved_tensors
         return sum_rows(gradient, transposed), None, None

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_parm.moe.collectives import first_order
 from lightning_parm.moe.experts import Prepare
 from lightning_parm.moe.routing import Choice, capacity
 
@@ -247,6 +248,7 @@ class _Shares(torch.autograd.Function):
         return shares
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         shares, total = ctx.saved_tensors
         of_weight: Tensor = (gradient - (gradient * shares).sum(-1, keepdim=True)).div_(total)

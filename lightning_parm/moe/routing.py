@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_parm.moe.collectives import first_order
 from lightning_parm.moe.layout import each, pick, sum_rows
 
 DropPolicy = Literal["position", "probability"]
@@ -169,7 +170,8 @@ def drop(
     device, shape = choice.expert.device, choice.expert.shape
     keys, limit, before = choice.expert.flatten(), capacities[0], None
     if len(lengths) > 1:
-        table = torch.tensor([list(lengths), list(capacities), [0, *accumulate(capacities)][:-1]]).to(device)
+        table = torch.tensor([list(lengths), list(capacities), [0, *accumulate(capacities)][:-1]])
+        table = table.to(device, non_blocking=True)
         part = torch.arange(len(lengths), device=device).repeat_interleave(table[0], output_size=shape[0])
         keys = (part.unsqueeze(1) * num_experts + choice.expert).flatten()
         limit, before = table[1:, part].unsqueeze(-1)
@@ -262,6 +264,7 @@ class _Dispatch(torch.autograd.Function):
         return pick(x, token, empty)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return sum_rows(gradient, *ctx.saved_tensors), None, None, None, None
 
@@ -289,6 +292,7 @@ class _Combine(torch.autograd.Function):
         return total.to(rows.dtype)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, choice, token, empty, slots, unsent = ctx.saved_tensors
         wide = gradient.to(weight.dtype)

@@ -148,6 +148,13 @@ def test_autocast_sends_and_computes_in_bfloat16_and_routes_in_float32() -> None
     assert {parameter.grad.dtype for parameter in layer.parameters()} == {torch.float32}
 
 
+def test_second_derivatives_are_refused_instead_of_left_out() -> None:
+    layer = full_layer(model_dim=6, hidden_dim=8, num_experts=4)
+    x = batch(0, 5, 6)[0].requires_grad_()
+    with pytest.raises(RuntimeError, match="no second derivatives; compute gradients without create_graph=True"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+
+
 def test_a_bfloat16_layer_works_throughout() -> None:
     layer = full_layer(model_dim=16, hidden_dim=32, num_experts=4, dtype=torch.bfloat16, balance_loss_weight=0.1)
     y = layer(torch.randn(2, 6, 16, dtype=torch.bfloat16))
