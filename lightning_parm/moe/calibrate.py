@@ -109,7 +109,7 @@ def _fingerprint(topology: Topology, device: torch.device, largest: int) -> str:
     dist.all_gather_object(hosts, platform.node())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     sizes = (topology.tensor_parallel_size, topology.expert_parallel_size, topology.expert_shard_size)
-    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, largest, 4]
+    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, largest, 5]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -129,11 +129,15 @@ class _Calibration:
             route = self._route_rate()
             source = f"measured on {platform.node()}"
             ahead = self.device.type == "cuda"
-            links = Links(lines, *rates, self._overlaps(), self._queued(), {}, ahead, route, residual, source)
+            links = Links(lines, *rates, self._overlaps(), {}, ahead, route, residual, source)
             return replace(links, overheads=self._overheads(links))
 
     def _time(
-        self, *runs: Callable[[], object], over: Callable[[list[float]], float] = statistics.median, flow: bool = False
+        self,
+        *runs: Callable[[], object],
+        over: Callable[[list[float]], float] = statistics.median,
+        flow: bool = False,
+        least: int = _LEAST_REPETITIONS,
     ) -> list[float]:
         """Median over repetitions, in turn, of the slowest rank's seconds; the same numbers on every rank.
 
@@ -142,6 +146,7 @@ class _Calibration:
             over: What is made of the repetitions.
             flow: Whether each timing follows at once on another run of the same: a link that was idle swallows the
                 first bytes quicker than it carries a stream.
+            least: Repetitions, however long they take.
         """
         times: list[list[float]] = [[] for _ in runs]
         repetitions = 1
@@ -158,7 +163,7 @@ class _Calibration:
                 seen.append(time.perf_counter() - started)
             if repetitions == 1:  # the first warms up, and says how many there will be
                 total = self._slowest([[sum(seen[0] for seen in times)]])[0][0]
-                repetitions = min(max(round(_SECONDS / total), _LEAST_REPETITIONS), _REPETITIONS)
+                repetitions = min(max(round(_SECONDS / total), least), _REPETITIONS)
                 times = [[] for _ in runs]
         return [max(over(seen), 1e-9) for seen in self._slowest(times)]
 
@@ -249,13 +254,6 @@ class _Calibration:
         alone, beside, together = self._time(_waited(start), finish, _both(start, finish), flow=True)
         return min(max((alone + beside - together) / min(alone, beside), 0.0), 1.0)
 
-    def _queued(self) -> dict[str, float]:
-        """Of collectives too small to take longer than their start."""
-        pairs = {first[1]: self._collective(*first, self.sizes[0]) for first, second in _PAIRS if first == second}
-        return {
-            axis: self._hidden(start, _waited(start)) for axis, start in pairs.items() if self.topology.size(axis) > 1
-        }
-
     def _products(self, matrix: torch.Tensor, count: int) -> Callable[[], object]:
         return lambda: [matrix @ matrix for _ in range(count)]
 
@@ -291,7 +289,7 @@ class _Calibration:
         chunked = [each._replace(chunks=3) for each in single if each.schedule != "plain"]
         every = [*single, *chunked]
         # the least, since these are differences of small times: whatever disturbs one of them is not the layer's
-        times = dict(zip(every, self._time(*map(run, every), over=min), strict=True))
+        times = dict(zip(every, self._time(*map(run, every), over=min, least=_REPETITIONS), strict=True))
         beyond = {each: seen - seconds(each, work, links) for each, seen in times.items()}
         return {
             f"{each.schedule}/{each.transport}": (

@@ -158,7 +158,7 @@ def choose_for(
 
 
 def best(possible: Sequence[Candidate], predicted: dict[Candidate, float]) -> Candidate:
-    """The fastest, or a simpler one that is nearly as fast; ``possible`` has the simplest first.
+    """The fastest, or the fastest of those with fewer chunks if it is nearly as fast.
 
     Raises:
         ValueError: If nothing is possible.
@@ -166,6 +166,5 @@ def best(possible: Sequence[Candidate], predicted: dict[Candidate, float]) -> Ca
     if not possible:
         raise ValueError("None of the schedules, transports and numbers of chunks that run here is allowed.")
     fastest = min(predicted[each] for each in possible)
-    return next(
-        each for each in sorted(possible, key=lambda each: each.chunks) if predicted[each] <= fastest * (1 + MARGIN)
-    )
+    near = [each for each in possible if predicted[each] <= fastest * (1 + MARGIN)]
+    return min(near, key=lambda each: (each.chunks, predicted[each]))

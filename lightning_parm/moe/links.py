@@ -48,7 +48,6 @@ class Links:
         copy_bytes_per_second: At which rows are put in another order.
         overlaps: For ``"a+b"``, two axes or an axis and ``compute``, in alphabetical order: how much of the shorter of
             two things vanishes when both run at once; 0 is nothing and 1 all of it.
-        queued: For an axis, how much of a collective's alpha vanishes when it is in line behind another one along it.
         overheads: For ``"schedule/transport"``, seconds of a layer and of each further chunk that bytes do not explain.
         host_runs_ahead: Whether the host's work for a chunk hides behind what is in flight, as where GPUs do the rest;
             where the same cores compute and communicate it does not.
@@ -69,7 +68,6 @@ class Links:
     flops_per_second: float
     copy_bytes_per_second: float
     overlaps: Mapping[str, float] = field(default_factory=dict)
-    queued: Mapping[str, float] = field(default_factory=dict)
     overheads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     host_runs_ahead: bool = False
     route_bytes_per_second: float | None = None
@@ -93,10 +91,6 @@ class Links:
     def seconds(self, kind: Kind, axis: LinkAxis, num_bytes: float) -> float:
         """Seconds of one collective of so many bytes."""
         return self.line(kind, axis).seconds(num_bytes)
-
-    def behind(self, axis: str) -> float:
-        """How much of a collective's alpha vanishes when it is in line behind another one along the same axis."""
-        return self.queued.get(axis, 0.0)
 
     def overlap(self, first: str, second: str) -> float:
         """How much of the shorter vanishes when an exchange along each axis is in flight, or one beside ``compute``."""

@@ -159,5 +159,5 @@ def seconds(candidate: Candidate, work: Workload, links: Links) -> float:
     for part in steps(candidate, work, links):
         happened = moments([part[0], *([more, *chunk] for chunk in part[1:])])
         for backward in (False, True):
-            total += duration(happened, links.overlap, backward, links.behind)
+            total += duration(happened, links.overlap, backward)
     return total

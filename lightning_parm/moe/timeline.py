@@ -77,19 +77,17 @@ def duration(
     happened: Sequence[Moment],
     overlap: Callable[[str, str], float],
     backward: bool = False,
-    queued: Callable[[str], float] = lambda axis: 0.0,
 ) -> float:
     """Seconds that the moments take.
 
     Things in flight together slow each other down: with an overlap of 0 each runs at half its rate, with 1 at its own.
     Collectives along one axis go one after the other, as on one communicator; the next in line moves at the rate that
-    their overlap leaves to it, and its start, which sends nothing, at a rate of its own.
+    their overlap leaves to it.
 
     Args:
         happened: From :func:`moments`.
         overlap: How much of the shorter of two things vanishes, by axis; the rank's own work is ``"compute"``.
         backward: Whether to visit the moments in reverse, with waiting and starting exchanged.
-        queued: How much of a collective's start vanishes behind another one along the same axis.
 
     Example:
         >>> happened = moments([[Transfer(Sent("fused", 2.0), None), Compute(1.0, 2.0)]] * 2)
@@ -105,8 +103,7 @@ def duration(
         sending = {axis for axis, _, start in flying.values() if not start}
         for chunk, (axis, _, start) in flying.items():
             place = seen[axis] = seen.get(axis, -1) + 1
-            behind = queued(axis) if start else overlap(axis, axis)
-            own = 1.0 if place == 0 else behind if place == 1 else 0.0
+            own = 1.0 if place == 0 else overlap(axis, axis) if place == 1 else 0.0
             others = 0.0 if start else sum(1 - overlap(axis, other) for other in sending - {axis})
             if own > 0:
                 found[chunk] = own / (1 + others)

@@ -117,6 +117,8 @@ def test_of_nearly_equal_candidates_the_simpler_is_taken() -> None:
     one, four = Candidate("s1", "fused", 1), Candidate("s1", "fused", 4)
     assert best([one, four], {one: 1.01, four: 1.0}) == one
     assert best([one, four], {one: 1.1, four: 1.0}) == four
+    other = Candidate("s2", "fused", 1)
+    assert best([one, other, four], {one: 1.015, other: 1.01, four: 1.0}) == other
 
 
 def test_things_in_flight_share_what_they_cannot_overlap() -> None:
@@ -132,10 +134,10 @@ def test_things_in_flight_share_what_they_cannot_overlap() -> None:
     assert moments([[], []]) == []
 
 
-def test_the_start_of_a_collective_hides_behind_another_as_far_as_was_measured() -> None:
+def test_what_overlaps_a_collective_overlaps_its_start_too() -> None:
     sent = Sent("a", 4.0, start=1.0)
     happened = moments([[Transfer(sent, sent)], [Transfer(sent, sent)]])
     for backward in (False, True):
         assert duration(happened, lambda a, b: 0.0, backward) == pytest.approx(10.0)
-        assert duration(happened, lambda a, b: 0.0, backward, lambda axis: 1.0) == pytest.approx(9.0)
-        assert duration(happened, lambda a, b: 1.0, backward, lambda axis: 1.0) == pytest.approx(5.0)
+        assert duration(happened, lambda a, b: 0.5, backward) == pytest.approx(7.5)
+        assert duration(happened, lambda a, b: 1.0, backward) == pytest.approx(5.0)
