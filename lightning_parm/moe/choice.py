@@ -11,8 +11,9 @@ from lightning_parm.moe.links import Links
 from lightning_parm.moe.prediction import Candidate, Schedule, Transport, seconds
 
 MAX_CHUNKS = 4
-#: A candidate with more chunks must promise more than this share of time to be preferred to one with fewer.
-MARGIN = 0.02
+#: A candidate with more chunks must promise more than this share of time to be preferred to one with fewer: more of it
+#: where the cores that compute also communicate, since there chunks compete with each other for them.
+MARGIN, MARGIN_ON_SHARED_CORES = 0.02, 0.05
 
 
 class Sizes(Protocol):
@@ -154,11 +155,18 @@ def choose_for(
     """As :func:`choose`, for a workload."""
     possible = candidates(work, max_chunks)
     predicted = {each: seconds(each, work, links) for each in [*possible, *comparisons(work)]}
-    return Choice(*best([each for each in possible if allowed(each)], predicted), predicted)  # type: ignore[arg-type]
+    margin = MARGIN if links.host_runs_ahead else MARGIN_ON_SHARED_CORES
+    chosen = best([each for each in possible if allowed(each)], predicted, margin)
+    return Choice(*chosen, predicted)  # type: ignore[arg-type]
 
 
-def best(possible: Sequence[Candidate], predicted: dict[Candidate, float]) -> Candidate:
+def best(possible: Sequence[Candidate], predicted: dict[Candidate, float], margin: float = MARGIN) -> Candidate:
     """The fastest, or the fastest of those with fewer chunks if it is nearly as fast.
+
+    Args:
+        possible: What may be chosen.
+        predicted: Seconds of each.
+        margin: Share of the fastest one's time by which another may be slower and still be taken for its fewer chunks.
 
     Raises:
         ValueError: If nothing is possible.
@@ -166,5 +174,5 @@ def best(possible: Sequence[Candidate], predicted: dict[Candidate, float]) -> Ca
     if not possible:
         raise ValueError("None of the schedules, transports and numbers of chunks that run here is allowed.")
     fastest = min(predicted[each] for each in possible)
-    near = [each for each in possible if predicted[each] <= fastest * (1 + MARGIN)]
+    near = [each for each in possible if predicted[each] <= fastest * (1 + margin)]
     return min(near, key=lambda each: (each.chunks, predicted[each]))
