@@ -7,10 +7,10 @@ ranks that share cores. What a layer takes beyond this is the layer's: routing, 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from lightning_parm.bench.contest import Action
-from lightning_parm.moe.cost import Collective, Kind, Workload
+from lightning_parm.moe.calibrate import exchange, waited
+from lightning_parm.moe.cost import Collective, Workload
 from lightning_parm.moe.prediction import Candidate
 from lightning_parm.moe.topology import Topology
 
@@ -32,7 +32,7 @@ def bare(
         >>> bare(Candidate("s1"), [], work, Topology.local(), torch.device("cpu"))()
     """
     forward, backward = _products(experts_rows(candidate, work), work, device)
-    sent = [(call.backward, _exchange(call, topology, device)) for call in calls]
+    sent = [(call.backward, waited(exchange(call.kind, call.axis, call.num_bytes, topology, device))) for call in calls]
     before, after = ([run for is_backward, run in sent if is_backward == wanted] for wanted in (False, True))
 
     def everything() -> None:
@@ -72,17 +72,3 @@ def _products(rows: int, work: Workload, device: torch.device) -> tuple[Action, 
     forward = lambda: (x @ up.t(), hidden @ down.t())  # noqa: E731
     backward = lambda: (x @ down, x.t() @ hidden, wide @ up, wide.t() @ x)  # noqa: E731
     return forward, backward
-
-
-def _exchange(call: Collective, topology: Topology, device: torch.device) -> Action:
-    group, size = topology.group(call.axis), call.group_size
-    part = max(call.num_bytes // 4 // size, 1)
-    whole, other = (torch.zeros(part * size, device=device) for _ in range(2))
-    shard = torch.zeros(part, device=device)
-    exchanges: dict[Kind, Action] = {
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-        "all_gather": lambda: dist.all_gather_single(other, shard, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_single(shard, whole, group=group),
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-    }
-    return exchanges[call.kind]

@@ -104,6 +104,31 @@ def calibrate(
     return found[0]
 
 
+def exchange(
+    kind: Kind, axis: LinkAxis, num_bytes: float, topology: Topology, device: torch.device
+) -> Callable[[], dist.Work]:
+    """Something that starts a collective of so many bytes, on buffers of its own.
+
+    Args:
+        kind: What it does.
+        axis: Over which group, of at least 2 ranks.
+        num_bytes: The larger of its two buffers.
+        topology: The groups.
+        device: Where the buffers are.
+    """
+    group, size = topology.group(axis), topology.size(axis)
+    part = max(int(num_bytes) // 4 // size, 1)
+    whole, other = (torch.zeros(part * size, device=device) for _ in range(2))
+    shard = torch.zeros(part, device=device)
+    calls: dict[Kind, Callable[[], dist.Work]] = {
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group, async_op=True),
+        "all_gather": lambda: dist.all_gather_single(other, shard, group=group, async_op=True),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(shard, whole, group=group, async_op=True),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group, async_op=True),
+    }
+    return calls[kind]
+
+
 def _fingerprint(topology: Topology, device: torch.device, largest: int) -> str:
     hosts: list[str] = [""] * topology.world_size
     dist.all_gather_object(hosts, platform.node())
@@ -172,23 +197,12 @@ class _Calibration:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return slowest.tolist()
 
+    def _exchange(self, kind: Kind, axis: LinkAxis, num_bytes: float) -> Callable[[], dist.Work]:
+        return exchange(kind, axis, num_bytes, self.topology, self.device)
+
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _collective(self, kind: Kind, axis: LinkAxis, num_bytes: float) -> Callable[[], dist.Work]:
-        """Something that starts a collective of so many bytes."""
-        group, size = self.topology.group(axis), self.topology.size(axis)
-        part = max(int(num_bytes) // 4 // size, 1)
-        whole, other = (torch.zeros(part * size, device=self.device) for _ in range(2))
-        shard = torch.zeros(part, device=self.device)
-        calls: dict[Kind, Callable[[], dist.Work]] = {
-            "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group, async_op=True),
-            "all_gather": lambda: dist.all_gather_single(other, shard, group=group, async_op=True),
-            "reduce_scatter": lambda: dist.reduce_scatter_single(shard, whole, group=group, async_op=True),
-            "all_reduce": lambda: dist.all_reduce(whole, group=group, async_op=True),
-        }
-        return calls[kind]
 
     def _lines(self) -> tuple[dict[str, Line], float]:
         lines: dict[str, Line] = {}
@@ -201,7 +215,7 @@ class _Calibration:
             if same and f"{kind}/{twin}" in lines:
                 lines[f"{kind}/{axis}"] = lines[f"{kind}/{twin}"]
                 continue
-            times = self._time(*(_waited(self._collective(kind, axis, size)) for size in self.sizes), flow=True)
+            times = self._time(*(waited(self._exchange(kind, axis, size)) for size in self.sizes), flow=True)
             lines[f"{kind}/{axis}"], residual = fit_line(self.sizes, times)
             residuals.append(residual)
         return lines, max(residuals)
@@ -240,18 +254,18 @@ class _Calibration:
         for first, second in _PAIRS:
             if self.topology.size(first[1]) == 1 or (second is not None and self.topology.size(second[1]) == 1):
                 continue
-            start = self._collective(*first, size)
+            start = self._exchange(*first, size)
             if second is None:
-                (length,) = self._time(_waited(start), flow=True)
+                (length,) = self._time(waited(start), flow=True)
                 finish = self._products(matrix, max(round(length / product), 1))
             else:
-                finish = _waited(self._collective(*second, size))
+                finish = waited(self._exchange(*second, size))
             names = sorted((first[1], "compute" if second is None else second[1]))
             overlaps["+".join(names)] = self._hidden(start, finish)
         return overlaps
 
     def _hidden(self, start: Callable[[], dist.Work], finish: Callable[[], object]) -> float:
-        alone, beside, together = self._time(_waited(start), finish, _both(start, finish), flow=True)
+        alone, beside, together = self._time(waited(start), finish, _both(start, finish), flow=True)
         return min(max((alone + beside - together) / min(alone, beside), 0.0), 1.0)
 
     def _products(self, matrix: torch.Tensor, count: int) -> Callable[[], object]:
@@ -300,7 +314,8 @@ class _Calibration:
         }
 
 
-def _waited(start: Callable[[], dist.Work]) -> Callable[[], object]:
+def waited(start: Callable[[], dist.Work]) -> Callable[[], object]:
+    """Something that starts a collective and waits for it."""
     return lambda: start().wait()
 
 
