@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forkserver import Forked
 
 
 def _child(
@@ -120,18 +121,26 @@ def run_command(
     cwd: Path | None = None,
     timeout: float = 250.0,
     environment: Mapping[str, str] | None = None,
+    fresh: bool = True,
 ) -> Finished:
     """Run a command in a session of its own, with one thread a process; nothing that it started is left afterwards.
+
+    Without ``fresh`` a Python command is a fork of a process that has imported what takes long, see :mod:`forkserver`.
 
     ``survivors`` are command lines of processes that still ran half a minute after the command had ended. They, and all
     of them when ``timeout`` seconds have passed, are killed, whichever session they moved to.
     """
-    mark = f"LIGHTNING_PARM_TEST={uuid.uuid4().hex}"
+    mark = f"test-{uuid.uuid4().hex[:10]}"
     inherited = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "MASTER_PORT")}
     marked = {**inherited, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(environment or {})}
-    marked.update([mark.split("=")])
+    marked["LIGHTNING_PARM_TEST"] = mark
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, cwd=cwd, env=marked, stdout=out, stderr=err, start_new_session=True)
+        if fresh:
+            process: Any = subprocess.Popen(
+                command, cwd=cwd, env=marked, stdout=out, stderr=err, start_new_session=True
+            )
+        else:
+            process = Forked(command, cwd=cwd, env=marked, stdout=out, stderr=err, mark=mark)
         survivors: dict[int, str] = {}
         timed_out = False
         try:
@@ -155,10 +164,10 @@ def run_command(
 
 
 def _marked(mark: str) -> dict[int, str]:
-    """Running processes with ``mark`` in their environment, and their command lines."""
+    """Running processes with ``mark`` in their environment, or for a name as forks have it, and their command lines."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # of another user, or gone by now
-            if mark.encode() in (folder / "environ").read_bytes():
+            if mark.encode() in (folder / "environ").read_bytes() + (folder / "comm").read_bytes():
                 found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
     return found

@@ -62,7 +62,7 @@ def test_code_blocks_run(page: Path, tmp_path: Path) -> None:
         # Empty lines put each block where it is on its page, so that a traceback's line number is the page's.
         script += f"exec(compile({chr(10) * (line - 1) + code!r}, {str(page)!r}, 'exec'))\n"
     (tmp_path / "page.py").write_text(script, encoding="utf-8")
-    result = run_command([sys.executable, "page.py"], cwd=tmp_path)
+    result = run_command([sys.executable, "page.py"], cwd=tmp_path, fresh=False)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
 
 

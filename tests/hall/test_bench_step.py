@@ -13,7 +13,8 @@ TINY = ["--num-layers=1", "--model-dim=16", "--hidden-dim=16", "--vocab-size=32"
 
 def test_one_command_times_both_strategies_in_turns() -> None:
     result = run_command(
-        [sys.executable, "-m", "lightning_parm", "bench", "step", *TINY, "--steps=5", "--rounds=2", "--json"]
+        [sys.executable, "-m", "lightning_parm", "bench", "step", *TINY, "--steps=5", "--rounds=2", "--json"],
+        fresh=False,
     )
     assert result.returncode == 0, result.stderr
     assert result.survivors == []

@@ -20,7 +20,7 @@ from lightning_parm import cli
 
 
 def run(*arguments: str, cwd: Path | None = None) -> Finished:
-    return run_command([sys.executable, "-m", "lightning_parm", *arguments], cwd)
+    return run_command([sys.executable, "-m", "lightning_parm", *arguments], cwd, fresh=False)
 
 
 def called(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

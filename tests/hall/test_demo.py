@@ -21,7 +21,7 @@ def test_demo_trains_resumes_and_proves_it(tmp_path: Path) -> None:
     callbacks["ModelCheckpoint"]["init_args"]["every_n_train_steps"] = 6
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--config=small.yaml", "--megabytes=0.2"]
-    result = run_command([*command, "--steps=6", "--resumed-steps=6"], cwd=tmp_path, timeout=280)
+    result = run_command([*command, "--steps=6", "--resumed-steps=6"], cwd=tmp_path, timeout=280, fresh=False)
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-4000:]
     report = output[output.index("what came out") :]

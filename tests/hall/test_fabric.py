@@ -342,7 +342,7 @@ fabric.save("full", {"model": model})
 
 def test_a_script_that_ends_after_a_save_leaves_it_whole_or_says_why_not(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    finished = run_command([sys.executable, "script.py"], cwd=tmp_path)
+    finished = run_command([sys.executable, "script.py"], cwd=tmp_path, fresh=False)
     assert finished.returncode == 0, finished.stderr
     assert not finished.survivors
     consolidate(str(tmp_path / "whole"), str(tmp_path / "whole.pt"))

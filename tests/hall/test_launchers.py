@@ -57,7 +57,11 @@ ACCEPTED = re.compile(
 
 
 def launch(
-    folder: Path, prefix: tuple[str, ...] = (), environment: dict[str, str] | None = None, **settings: Any
+    folder: Path,
+    prefix: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+    fresh: bool = True,
+    **settings: Any,
 ) -> Finished:
     defaults = {
         "start_method": "popen",
@@ -71,7 +75,7 @@ def launch(
     script = folder / f"train{(environment or {}).get('SLURM_PROCID', '')}.py"
     tests = str(Path(__file__).parent.parent)
     script.write_text(SCRIPT.format(folder=folder, tests=tests, **{**defaults, **settings}))
-    result = run_command([sys.executable, *prefix, str(script)], environment=environment, timeout=200)
+    result = run_command([sys.executable, *prefix, str(script)], environment=environment, timeout=200, fresh=fresh)
     assert result.survivors == [], "no child is left behind"
     return result
 
@@ -129,7 +133,10 @@ def test_torchrun(tmp_path: Path, by_popen: list[list[float]]) -> None:
 def test_two_nodes_of_two_ranks_by_two_agents_of_torchrun(tmp_path: Path, by_popen: list[list[float]]) -> None:
     agents = (*TORCHRUN, "--nnodes=2", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
     with ThreadPoolExecutor(2) as pool:
-        nodes = [pool.submit(launch, tmp_path, (*agents, f"--node_rank={node}"), nodes=2, fits=1) for node in range(2)]
+        nodes = [
+            pool.submit(launch, tmp_path, (*agents, f"--node_rank={node}"), fresh=False, nodes=2, fits=1)
+            for node in range(2)
+        ]
         for node in nodes:
             assert node.result().returncode == 0, node.result().stderr
             assert "EXPERTS 1" in node.result().stdout
@@ -142,7 +149,7 @@ def test_tasks_of_slurm(tmp_path: Path, by_popen: list[list[float]]) -> None:
     job |= {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
     with ThreadPoolExecutor(2) as pool:
         each_task = [{**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-        tasks = [pool.submit(launch, tmp_path, (), environment) for environment in each_task]
+        tasks = [pool.submit(launch, tmp_path, (), environment, fresh=False) for environment in each_task]
         for task in tasks:
             assert task.result().returncode == 0, task.result().stderr
     assert losses(tmp_path) == by_popen
@@ -170,7 +177,7 @@ def test_numbers_of_devices(devices: int, by_popen: list[list[float]]) -> None:
     ],
 )
 def test_the_end_of_one_rank_is_the_end_of_all(fails: str, failing_rank: int, says: str, tmp_path: Path) -> None:
-    result = launch(tmp_path, fails=fails, failing_rank=failing_rank, fits=1)
+    result = launch(tmp_path, fresh=fails == "ValueError", fails=fails, failing_rank=failing_rank, fits=1)
     assert says in result.stderr
     if fails == "SIGTERM":  # all ranks end after the same batch, which Lightning calls success
         assert result.returncode == 0

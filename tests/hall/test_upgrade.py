@@ -93,7 +93,7 @@ def test_every_diff_of_the_page_runs(tmp_path: Path) -> None:
         script += "losses.append(float(loss))\n"
     script += "print('LOSSES', *losses)\n"
     (tmp_path / "page.py").write_text(script, encoding="utf-8")
-    result = run_command([sys.executable, "page.py"], cwd=tmp_path)
+    result = run_command([sys.executable, "page.py"], cwd=tmp_path, fresh=False)
     assert result.returncode == 0, result.stderr[-4000:]
     line = next(line for line in result.stdout.splitlines() if line.startswith("LOSSES"))
     losses = [float(value) for value in line.split()[1:]]
