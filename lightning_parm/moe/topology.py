@@ -198,7 +198,7 @@ class Topology:
         return self._mesh(device_type, SPARSE_AXES)
 
     def _mesh(self, device_type: str, axes: tuple[Axis, ...]) -> DeviceMesh:
-        ranks = torch.arange(self.world_size, dtype=torch.int).view([self.size(axis) for axis in axes])
+        ranks = torch.arange(self.world_size, dtype=torch.int, device="cpu").view([self.size(axis) for axis in axes])
         return DeviceMesh.from_group([self._cut(axis) for axis in axes], device_type, ranks, mesh_dim_names=axes)
 
     def _cut(self, axis: Axis) -> dist.ProcessGroup:
@@ -230,7 +230,7 @@ class Topology:
             **dict.fromkeys(SPARSE_AXES, SPARSE_AXES),
         }[axis]
         shape, along = [self.size(name) for name in axes], axes.index(axis)
-        ranks = torch.arange(self.world_size).view(shape).movedim(along, -1).reshape(-1, shape[along])
+        ranks = torch.arange(self.world_size, device="cpu").view(shape).movedim(along, -1).reshape(-1, shape[along])
         return tuple(tuple(group) for group in ranks.tolist())
 
 

@@ -44,6 +44,8 @@ def test_every_axis_partitions_the_world_and_the_shards_are_neighbours(world: in
         partition = topology._partition(axis)
         assert sorted(rank for group in partition for rank in group) == list(range(world))
         assert {len(group) for group in partition} == {topology.size(axis)}
+    with torch.device("meta"):  # ranks are no tensors of the user's
+        assert topology._partition("fused") == partition
     for group in topology._partition("expert_shard") + topology._partition("tensor_parallel"):
         assert list(group) == list(range(group[0], group[0] + len(group)))
 
