@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.amp.autocast_mode import is_autocast_available
 
 from lightning_parm.moe.collectives import first_order
 from lightning_parm.moe.experts import Prepare
@@ -90,7 +91,7 @@ class Router(nn.Module):
             raise ValueError(f"router={kind!r} is unknown; choose one of {', '.join(get_args(RouterKind))}.")
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k={top_k} must be between 1 and num_experts={num_experts}.")
-        if num_experts % num_groups or not 1 <= num_chosen_groups <= num_groups:
+        if num_groups < 1 or num_experts % num_groups or not 1 <= num_chosen_groups <= num_groups:
             raise ValueError(
                 f"num_groups={num_groups} must divide num_experts={num_experts}, and num_chosen_groups="
                 f"{num_chosen_groups} must be between 1 and num_groups."
@@ -112,6 +113,14 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, model_dim, device=device, dtype=dtype))
         bias = torch.zeros(num_experts, device=device) if kind == "sigmoid" else None
         self.register_buffer("bias", bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """As always, but the bias keeps its precision: its small steps would round to nothing in half precision."""
+        bias = self.bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if bias is not None and self.bias is not None and self.bias.dtype.itemsize < bias.dtype.itemsize:
+            self.bias = bias.to(self.bias.device)
+        return self
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
@@ -166,7 +175,8 @@ class Router(nn.Module):
         parts = parts or [Part(0, 0, len(x))]
         lengths = [part.length for part in parts]
         weight = self.weight if prepare is None else prepare(self.weight)
-        with torch.autocast(x.device.type, enabled=False):
+        has_autocast = is_autocast_available(x.device.type)  # not on meta
+        with torch.autocast(x.device.type, enabled=False) if has_autocast else nullcontext():
             dtype = torch.promote_types(x.dtype, torch.float32)
             x = x.to(dtype)
             if self.jitter and self.training:

@@ -92,6 +92,7 @@ def test_uniform_gives_every_expert_equally_many_tokens() -> None:
         ({"top_k": 0}, "top_k=0 must be between 1"),
         ({"kind": "hash"}, "router='hash' is unknown; choose one of softmax, sigmoid, expert_choice, uniform"),
         ({"num_groups": 3}, "num_groups=3 must divide num_experts=4"),
+        ({"num_groups": 0}, "num_groups=0 must divide num_experts=4"),
         ({"num_groups": 2, "num_chosen_groups": 3}, "num_chosen_groups=3 must be between 1 and num_groups"),
         ({"num_groups": 4, "num_chosen_groups": 1}, "top_k=2 is more than the 1 experts of num_chosen_groups=1"),
     ],
@@ -133,6 +134,15 @@ def test_the_bias_balances_the_load_of_all_ranks() -> None:
     assert first == second
     assert first[0] > 1.5
     assert first[1] < 1.15
+
+
+def test_the_bias_keeps_its_small_steps_in_a_layer_of_half_precision() -> None:
+    layer = MoE(4, 8, 2, top_k=1, router="sigmoid").bfloat16()
+    assert (layer.router.weight.dtype, layer.router.bias.dtype) == (torch.bfloat16, torch.float32)
+    layer.router.bias.fill_(0.5)
+    layer.router.update_bias(torch.tensor([9.0, 1.0]), rate=0.001)
+    torch.testing.assert_close(layer.router.bias, torch.tensor([0.499, 0.501]))
+    assert layer.double().router.bias.dtype == torch.float64
 
 
 def test_only_the_sigmoid_router_has_a_bias_to_update() -> None:
