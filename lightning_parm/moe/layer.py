@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parm.moe.collectives import reduce
 from lightning_parm.moe.experts import Activation, Experts
 from lightning_parm.moe.routers import Router, RouterKind
 from lightning_parm.moe.routing import DropPolicy
@@ -103,6 +104,13 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if min(model_dim, hidden_dim, num_experts) < 1 or num_shared_experts < 0:
+            raise ValueError(
+                f"model_dim={model_dim}, hidden_dim={hidden_dim} and num_experts={num_experts} must be at least 1, and "
+                f"num_shared_experts={num_shared_experts} at least 0."
+            )
+        if not 0 <= jitter < 1:
+            raise ValueError(f"jitter={jitter} must be at least 0 and less than 1.")
         if capacity_factor is not None and not capacity_factor > 0:
             raise ValueError(f"capacity_factor={capacity_factor} must be positive, or None to drop nothing.")
         if static_shapes and (capacity_factor is None or router == "expert_choice"):
@@ -222,8 +230,12 @@ class MoE(nn.Module):
         """Tokens ``(..., M)`` -> ``(..., M)``.
 
         Raises:
-            ValueError: If the schedule cannot run on the topology.
+            ValueError: If the tokens are of another size, or the schedule cannot run on the topology.
         """
+        if not x.dim() or x.shape[-1] != self.model_dim:
+            raise ValueError(
+                f"The input is of shape {tuple(x.shape)}, but its last dim must be model_dim={self.model_dim}."
+            )
         outcome: Outcome = run_schedule(
             self,
             x.reshape(-1, self.model_dim),
@@ -261,37 +273,36 @@ class MoE(nn.Module):
     @property
     def balance_loss(self) -> Tensor:
         """Of this rank's tokens in the last forward, before its weight; 0-dim, detached."""
-        load, probabilities, rest = self._last.split([self.num_experts, self.num_experts, 2])
-        loss: Tensor = (load * probabilities).sum() / load.sum().clamp_min(1) / rest[1].clamp_min(1)
-        return self.num_experts * loss
+        return self._losses(self._last)[0]
 
     @property
     def z_loss(self) -> Tensor:
         """The same of the router's z-loss."""
-        loss: Tensor = self._last[-2] / self._last[-1].clamp_min(1)
-        return loss
+        return self._losses(self._last)[1]
 
-    def _auxiliary_loss(self, outcome: Outcome) -> Tensor:
-        """Value of this rank's own part, gradient of all parts that it routed.
+    def _losses(self, statistics: Tensor) -> tuple[Tensor, Tensor]:
+        """Balance loss and z-loss of every part with statistics ``(..., 2 E + 2)``, before their weights.
 
         Balance: ``E sum_e f_e P_e`` with f_e the share of choices and P_e the mean probability of expert e (Fedus et
         al., 2021, eq. 4). Z-loss: mean squared log partition function (Zoph et al., 2022, eq. 5).
         """
-        own = outcome.statistics[outcome.own].detach()
-        self._last = own
-        if not self.has_auxiliary_loss:
-            return own.new_zeros(())
-        load, probabilities, rest = torch.split(outcome.statistics, [self.num_experts, self.num_experts, 2], -1)
-        squares, tokens = rest[:, 0], rest[:, 1].clamp_min(1).detach()
-        load = load.detach()
-        group = self.topology.group("data_parallel")
-        if self.balance_scope == "global_batch" and self.balance_loss_weight and group is not None:
-            load = load[outcome.own].clone()
-            dist.all_reduce(load, group=group)
-            self._last = torch.cat([load, own[self.num_experts :]])
+        load, probabilities, rest = statistics.split([self.num_experts, self.num_experts, 2], -1)
+        load, tokens = load.detach(), rest[..., 1].detach().clamp_min(1)
         share = load / load.sum(-1, keepdim=True).clamp_min(1)
-        balance = self.num_experts * (share * probabilities).sum(-1) / tokens
-        losses = self.balance_loss_weight * balance + self.z_loss_weight * squares / tokens
+        return self.num_experts * (share * probabilities).sum(-1) / tokens, rest[..., 0] / tokens
+
+    def _auxiliary_loss(self, outcome: Outcome) -> Tensor:
+        """Value of this rank's own part, gradient of all parts that it routed."""
+        statistics = outcome.statistics
+        if self.balance_scope == "global_batch" and self.balance_loss_weight:
+            load = statistics[outcome.own, : self.num_experts].detach()
+            load = reduce(load, self.topology.group("data_parallel")).wait()
+            statistics = torch.cat([load.expand(len(statistics), -1), statistics[:, self.num_experts :]], -1)
+        self._last = statistics[outcome.own].detach()
+        if not self.has_auxiliary_loss:
+            return self._last.new_zeros(())
+        balance, z = self._losses(statistics)
+        losses = self.balance_loss_weight * balance + self.z_loss_weight * z
         total = losses.sum()
         return losses[outcome.own].detach() + (total - total.detach())
 

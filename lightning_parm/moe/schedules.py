@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.autocast_mode import is_autocast_available
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parm.moe.collectives import all_to_all, exchange_sizes, gather, reduce, replicate, scale_gradient, split
@@ -89,7 +90,7 @@ def run_schedule(layer: Layer, x: Tensor, schedule: Schedule, transport: Transpo
     Raises:
         ValueError: If there is no such schedule, transport or number of chunks, or if it does not fit the topology.
     """
-    if schedule not in SCHEDULES or transport not in TRANSPORTS or chunks < 1:
+    if schedule not in SCHEDULES or transport not in TRANSPORTS or not isinstance(chunks, int) or chunks < 1:
         raise ValueError(
             f"schedule={schedule!r}, transport={transport!r}, chunks={chunks} cannot run; the schedules are "
             f"{', '.join(SCHEDULES)}, the transports {', '.join(TRANSPORTS)}, and chunks count from 1."
@@ -232,9 +233,10 @@ def _capacity(layer: Layer, num_tokens: int) -> int:
 
 def _agreed_seed(layer: Layer, device: torch.device) -> int:
     """Drawn like all noise from the default generator, so recomputation repeats it, but equal where tokens are."""
-    seed = torch.randint(2**62, (), dtype=torch.int64).to(device)
+    seed = torch.randint(2**62, (), dtype=torch.int64)
     for group in (layer.topology.group("tensor_parallel"), layer.topology.group("expert_shard")):
         if group is not None:
+            seed = seed.to(device)
             dist.all_reduce(seed, dist.ReduceOp.MAX, group)
     return int(seed)
 
@@ -294,7 +296,8 @@ def _plus(y: Tensor, shared: Tensor | None) -> Tensor:
 def _cast(x: Tensor) -> Tensor:
     """To autocast's type, before anything is sent."""
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    enabled = is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if enabled else x
 
 
 def _load(layer: Layer, statistics: Tensor) -> Tensor:

@@ -242,12 +242,28 @@ def test_compiled_layers_and_compiled_experts_equal_eager_ones(whole: bool) -> N
         ({"static_shapes": True}, "static_shapes=True needs a capacity_factor"),
         ({"static_shapes": True, "capacity_factor": 1.0, "router": "expert_choice"}, "a router by which tokens choose"),
         ({"drop_policy": "random"}, "drop_policy='random' is unknown; choose one of position, probability"),
+        ({"num_shared_experts": -1}, "must be at least 1, and num_shared_experts=-1 at least 0"),
+        ({"jitter": 1.0}, "jitter=1.0 must be at least 0 and less than 1"),
         ({"balance_scope": "run"}, "balance_scope='run' is unknown; choose one of micro_batch, global_batch"),
     ],
 )
 def test_layers_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MoE(4, 8, 4, **arguments)
+
+
+def test_tokens_of_another_size_are_refused_instead_of_cut_anew() -> None:
+    for shape in ((4, 8), (2, 2), ()):
+        with pytest.raises(ValueError, match=r"The input is of shape \(.*\), but its last dim must be model_dim=4"):
+            MoE(4, 8, 4)(torch.ones(shape))
+
+
+def test_shapes_and_operations_can_be_counted_on_the_meta_device() -> None:
+    layer = MoE(8, 16, 4, capacity_factor=1.0, static_shapes=True, num_shared_experts=1, device="meta")
+    x = torch.empty(2, 5, 8, device="meta", requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert (y.shape, x.grad.shape) == (x.shape, x.shape)
 
 
 def test_topologies_and_schedules_that_do_not_fit_are_refused() -> None:
@@ -264,6 +280,9 @@ def test_topologies_and_schedules_that_do_not_fit_are_refused() -> None:
     odd = MoE(4, 12, 4).parallelize(Topology(6, 0, tensor_parallel_size=2, expert_shard_size=3), "baseline")
     with pytest.raises(ValueError, match="to divide the other, but they are 2 and 3"):
         odd(torch.randn(2, 4))
-    layer.schedule = "s3"  # type: ignore[assignment]
+    layer.schedule, layer.chunks = "s1", 2.0  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"chunks=2.0 cannot run; .* and chunks count from 1"):
+        layer(torch.randn(2, 4))
+    layer.schedule, layer.chunks = "s3", 1  # type: ignore[assignment]
     with pytest.raises(ValueError, match="schedule='s3', transport='fused', chunks=1 cannot run; the schedules are"):
         layer(torch.randn(2, 4))
