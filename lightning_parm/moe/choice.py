@@ -11,8 +11,8 @@ from lightning_parm.moe.links import Links
 from lightning_parm.moe.prediction import Candidate, Schedule, Transport, seconds
 
 MAX_CHUNKS = 4
-#: A candidate with more chunks must promise more than this share of time to be preferred to one with fewer: more of it
-#: where the cores that compute also communicate, since there chunks compete with each other for them.
+#: A candidate must promise more than this share of time to be preferred to a simpler one: more of it where the cores
+#: that compute also communicate, since there everything that a layer does competes for them.
 MARGIN, MARGIN_ON_SHARED_CORES = 0.02, 0.05
 
 
@@ -161,12 +161,12 @@ def choose_for(
 
 
 def best(possible: Sequence[Candidate], predicted: dict[Candidate, float], margin: float = MARGIN) -> Candidate:
-    """The fastest, or the fastest of those with fewer chunks if it is nearly as fast.
+    """The fastest, or one that is nearly as fast and simpler: with fewer chunks, and among those ``plain``.
 
     Args:
         possible: What may be chosen.
         predicted: Seconds of each.
-        margin: Share of the fastest one's time by which another may be slower and still be taken for its fewer chunks.
+        margin: Share of the fastest one's time by which a simpler one may be slower.
 
     Raises:
         ValueError: If nothing is possible.
@@ -175,4 +175,4 @@ def best(possible: Sequence[Candidate], predicted: dict[Candidate, float], margi
         raise ValueError("None of the schedules, transports and numbers of chunks that run here is allowed.")
     fastest = min(predicted[each] for each in possible)
     near = [each for each in possible if predicted[each] <= fastest * (1 + margin)]
-    return min(near, key=lambda each: (each.chunks, predicted[each]))
+    return min(near, key=lambda each: (each.chunks, each.schedule != "plain", predicted[each]))

@@ -120,6 +120,9 @@ def test_of_nearly_equal_candidates_the_simpler_is_taken() -> None:
     assert best([one, four], {one: 1.04, four: 1.0}, margin=0.05) == one
     other = Candidate("s2", "fused", 1)
     assert best([one, other, four], {one: 1.015, other: 1.01, four: 1.0}) == other
+    plain = Candidate("plain")
+    assert best([plain, one, other], {plain: 1.015, one: 1.0, other: 1.01}) == plain
+    assert best([plain, one, other], {plain: 1.03, one: 1.0, other: 1.01}) == one
 
 
 def test_things_in_flight_share_what_they_cannot_overlap() -> None:
