@@ -7,6 +7,8 @@ Starting and waiting are two autograd nodes. Autograd runs nodes in the reverse 
 them, so a forward that starts one exchange, computes, and then waits has a backward that does the same: waiting became
 starting. On CUDA an asynchronous collective runs on its communicator's own stream; launching makes that stream wait for
 the current one, waiting makes the current stream wait for it, and the process group keeps the tensors alive between.
+So collectives of one group follow one another, and those of different groups may run at once, launched in the same
+order on every rank as NCCL asks of programs with several communicators. Groups of the same ranks are one group.
 """
 
 from __future__ import annotations

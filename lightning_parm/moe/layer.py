@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal, get_args
 
 import torch
@@ -46,8 +47,8 @@ class MoE(nn.Module):
             ``"probability"``.
         balance_scope: Over which tokens the load of the balance loss is taken: this rank's (with its mp peers) in a
             ``"micro_batch"``, or all ranks' in the ``"global_batch"``.
-        static_shapes: With a capacity, pad every expert to it instead of exchanging counts: no host sync, more rows.
-            All ranks must then always hold equally many tokens.
+        static_shapes: With a capacity, pad every expert to it instead of exchanging counts, for which the host would
+            wait, unless s1 runs in chunks: more rows. All ranks must then always hold equally many tokens.
         recompute: Whether the experts' hidden rows are computed again in backward instead of kept.
         device: Where the parameters are made.
         dtype: Their type.
@@ -235,6 +236,12 @@ class MoE(nn.Module):
         if not x.dim() or x.shape[-1] != self.model_dim:
             raise ValueError(
                 f"The input is of shape {tuple(x.shape)}, but its last dim must be model_dim={self.model_dim}."
+            )
+        if self.training and self.has_auxiliary_loss and x.requires_grad and not torch.is_grad_enabled():
+            warnings.warn(
+                "This layer runs without a graph, as in checkpoint(..., use_reentrant=True), and the gradient of its "
+                "auxiliary loss is lost; checkpoint with use_reentrant=False.",
+                stacklevel=2,
             )
         outcome: Outcome = run_schedule(
             self,

@@ -136,7 +136,7 @@ class Plan:
 
 
 def exchange(counts: Tensor, mine: int, topology: Topology, travel: Travel, static: int | None = None) -> Plan:
-    """Tell every rank of the block how many rows it will get; the layer's only host sync on CUDA.
+    """Tell every rank of the block how many rows it will get; on CUDA the host waits for the counts.
 
     Args:
         counts: Rows per chunk, mp peer and expert ``(chunks, peers, E)``, of which this rank sends peer ``mine``'s.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -181,6 +182,19 @@ def _recomputed(rank: int, world: int) -> None:
 
 def test_recomputing_the_experts_or_the_whole_layer_changes_nothing_even_with_noise() -> None:
     run_ranks(4, _recomputed)
+
+
+def test_a_checkpoint_that_loses_the_auxiliary_loss_says_so() -> None:
+    gradients = []
+    for reentrant in (False, True):
+        layer = full_layer(model_dim=6, hidden_dim=8, num_experts=4, balance_loss_weight=0.5)
+        x = batch(0, 5, 6)[0].requires_grad_()
+        with pytest.warns(UserWarning, match="checkpoint with use_reentrant=False") if reentrant else nullcontext():
+            y = checkpoint(layer, x, use_reentrant=reentrant)
+        (0 * y.sum() + layer.auxiliary_loss).backward()
+        gradients.append(layer.router.weight.grad)
+    assert bool(gradients[0].any())
+    assert not bool(gradients[1].any())
 
 
 def test_recomputation_keeps_fewer_activations() -> None:
