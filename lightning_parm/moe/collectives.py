@@ -192,6 +192,20 @@ def scale_gradient(rows: Tensor, factor: float) -> Tensor:
     return _start(rows, _passing, lambda gradient: (gradient, lambda: gradient * factor)).wait()
 
 
+def lend(weight: Tensor, copy: Tensor) -> Tensor:
+    """Forward ``copy``, the weight in another type; backward the gradient in the weight's own, in which it adds up.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> half = lend(weight, weight.detach().bfloat16())
+        >>> half.sum().backward()
+        >>> half.dtype, weight.grad.dtype
+        (torch.bfloat16, torch.float32)
+    """
+    dtype = weight.dtype
+    return _start(weight, lambda _: _passing(copy), lambda gradient: (gradient, lambda: gradient.to(dtype))).wait()
+
+
 def exchange_sizes(size: int, group: Group, device: torch.device) -> list[int]:
     """How many rows every peer holds; one integer each, and one host sync on CUDA."""
     if group is None:

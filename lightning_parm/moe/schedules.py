@@ -20,7 +20,16 @@ from torch import Tensor
 from torch.amp.autocast_mode import is_autocast_available
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parm.moe.collectives import all_to_all, exchange_sizes, gather, reduce, replicate, scale_gradient, split
+from lightning_parm.moe.collectives import (
+    all_to_all,
+    exchange_sizes,
+    gather,
+    lend,
+    reduce,
+    replicate,
+    scale_gradient,
+    split,
+)
 from lightning_parm.moe.experts import Experts, Prepare
 from lightning_parm.moe.layout import Layout, Plan, Travel, exchange
 from lightning_parm.moe.overlap import Steps, beside, run
@@ -162,11 +171,12 @@ def s1(layer: Layer, x: Tensor, transport: Transport, chunks: int) -> Outcome:
     load = _load(layer, statistics)
     summing = reduce(statistics, mp if layer.has_auxiliary_loss else None)
     routing, plan = lay_out(layer, choice, transport, [max(peers)], chunks)
+    once = _cast_once(layer, own, chunks)
 
     def chunk(tokens: Tensor, routing: Routing, layout: Layout, sizes: tuple[int, ...]) -> Steps[Tensor]:
         sending = send(routing.dispatch(_cast(tokens)), layout, topology)
         rows, shared = yield from beside(sending, lambda: _shared(layer, tokens, over_mp))
-        rows = yield from give_back(_experts(layer, rows, layout), layout, topology)
+        rows = yield from give_back(_experts(layer, rows, layout, once), layout, topology)
         y = _plus(routing.combine(rows), shared)
         if layer.sequence_parallel:
             return y
@@ -196,12 +206,13 @@ def s2(layer: Layer, x: Tensor, transport: Transport, chunks: int) -> Outcome:
         rows = torch.split(rows[0], [sum(peers) for peers in plan.sizes])
     # all splits before the first chunk: in backward their AllGathers then overlap the chunks that follow
     own = [split(part, sizes, mp) for part, sizes in zip(rows, plan.sizes, strict=True)]
+    once = _cast_once(layer, x, chunks)
 
     def chunk(index: int) -> Steps[tuple[Tensor, Tensor | None]]:
         layout = plan.layouts[index]
         sending = send(own[index].wait(), layout, topology)
         rows, shared = yield from beside(sending, lambda: None if index else _shared(layer, x))
-        rows = yield from give_back(_experts(layer, rows, layout), layout, topology)
+        rows = yield from give_back(_experts(layer, rows, layout, once), layout, topology)
         whole = gather(rows, plan.sizes[index], mp)
         yield
         return whole.wait(), shared
@@ -283,6 +294,15 @@ def _experts(layer: Layer, rows: Tensor, layout: Layout, prepare: Prepare | None
     else:
         rows = layer.experts(rows, layout.per_expert, prepare)
     return layout.by_source(rows)
+
+
+def _cast_once(layer: Layer, x: Tensor, chunks: int) -> Prepare | None:
+    """Weights in the rows' type, made for the first chunk and lent to all: else each keeps its own for backward."""
+    if chunks == 1 or layer.recompute:
+        return None
+    dtype = _cast(x[:0]).dtype
+    cast = cache(lambda weight: weight.detach().to(dtype))
+    return lambda weight: weight if weight.dtype == dtype else lend(weight, cast(weight))
 
 
 def _shared(layer: Layer, x: Tensor, prepare: Prepare | None = None) -> Tensor | None:

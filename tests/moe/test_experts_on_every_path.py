@@ -184,6 +184,32 @@ def test_recomputing_the_experts_or_the_whole_layer_changes_nothing_even_with_no
     run_ranks(4, _recomputed)
 
 
+@pytest.mark.parametrize("schedule", ["s1", "s2"])
+def test_chunks_share_one_cast_of_the_weights_and_add_gradients_up_in_full_precision(schedule: Any) -> None:
+    kept, gradients = [], []
+    for chunks in (1, 4):
+        layer = full_layer(model_dim=16, hidden_dim=128, num_experts=4, top_k=1, dtype=torch.float32)
+        layer.parallelize(Topology.local(), schedule, "fused", chunks)
+        sizes: dict[int, int] = {}
+        held = []
+
+        def pack(tensor: torch.Tensor, sizes: dict[int, int] = sizes, held: list[torch.Tensor] = held) -> torch.Tensor:
+            held.append(tensor)
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        x = batch(0, 32, 16)[0].float().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu"):
+            y = layer(x)
+        y.float().sum().backward()
+        kept.append(sum(sizes.values()))
+        gradients.append([parameter.grad for parameter in layer.experts.parameters()])
+    assert kept[1] < 1.2 * kept[0]
+    for chunked, whole in zip(*gradients, strict=True):
+        assert chunked.dtype == torch.float32
+        assert ((chunked - whole).norm() / whole.norm()).item() < 0.01
+
+
 def test_a_checkpoint_that_loses_the_auxiliary_loss_says_so() -> None:
     gradients = []
     for reentrant in (False, True):
