@@ -104,9 +104,16 @@ class ParallelModel:
         """Watch the gradients, to average them while backward runs, and the sizes that schedules are chosen for."""
         self.release()
         self._placed = None
-        self._reducer = GradientReducer(self.placed(), self.topology.group, bucket_size_bytes)
+        self._bucket_size_bytes = bucket_size_bytes
+        self._watch_gradients()
         if calibrate:
             self._automatic = AutomaticSchedule.watch(self.module, self.topology, self._fixed, verify_steps)
+
+    def _watch_gradients(self) -> None:
+        if self._reducer is not None:
+            self._reducer.remove()
+        self._reducer = GradientReducer(self.placed(), self.topology.group, self._bucket_size_bytes)
+        self._frozen = [parameter for parameter, _ in self.placed() if not parameter.requires_grad]
 
     def before_batch(self) -> None:
         """Call before every batch: before the second one, schedules are chosen for the sizes that the first had."""
@@ -116,6 +123,8 @@ class ParallelModel:
     @contextmanager
     def averaging(self, active: bool = True) -> Generator[None, None, None]:
         """Run backward within it; gradients are averaged over ranks when it ends."""
+        if self._reducer is not None and any(parameter.requires_grad for parameter in self._frozen):
+            self._watch_gradients()  # of what was frozen when training began, as finetuning callbacks have it
         reducer = self._reducer if active else None
         synchronise(self._units, active)
         if reducer is not None:

@@ -7,10 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from hall.models import RecordingGPT, small_gpt
+from hall.trainers import OrderedTokens, make_trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from lightning_parm import ParmStrategy
 from lightning_parm.parallel.gradients import GradientReducer, global_norm
 from lightning_parm.parallel.placement import ParameterPlacement
 
@@ -141,3 +145,34 @@ def test_the_norm_counts_shards_once_and_replicas_once(norm_type: float, expecte
     norms = run_ranks(2, rank_main)
     assert norms[0] == norms[1]
     assert norms[0] == pytest.approx(expected, rel=1e-6)
+
+
+class Unfreezes(BaseFinetuning):
+    """Lightning's recipe of finetuning: the head and the experts of one block join in at the second epoch."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze([module.head, module.blocks[0].feed_forward.experts])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            parts = [module.head, module.blocks[0].feed_forward.experts]
+            self.unfreeze_and_add_param_group(parts, optimizer, lr=0.01)
+
+
+class Finetuned(RecordingGPT):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02)
+
+
+def test_what_is_unfrozen_later_trains_alike_on_every_rank() -> None:
+    def rank_main(rank: int, world_size: int, strategy: Any = "auto") -> tuple[list[float], list[float], Any]:
+        model = small_gpt(torch.float64, cls=Finetuned)
+        options = {"max_epochs": 3, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "callbacks": [Unfreezes()]}
+        make_trainer(rank, world_size, strategy, **options).fit(model, OrderedTokens(32, 8))
+        return model.losses, model.norms, model.head.weight.detach()
+
+    expected = rank_main(0, 1)
+    for ours in run_ranks(2, rank_main, ParmStrategy(expert_parallel_size=1)):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+    for ours in run_ranks(4, rank_main, ParmStrategy(expert_parallel_size=2, expert_shard_size=1)):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
