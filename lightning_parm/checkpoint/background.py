@@ -35,6 +35,8 @@ class BackgroundSaves:
         self._removals: list[Future[None]] = []
         self._spare: list[dict[str, Tensor]] = []
         self._last_failed = False
+        self._failure = ""
+        self._num_failures = 0
 
     def save(self, save: ShardedSave) -> None:
         """Copy what ``save`` holds and write it later.
@@ -43,23 +45,29 @@ class BackgroundSaves:
             RuntimeError: If an earlier save failed.
         """
         self._leave(1)
+        num_failures = self._num_failures
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         buffers = self._spare.pop() if self._spare else {}
         save.copy_to_cpu(buffers)
-        self._saves.append((self._thread.submit(self._write, save), buffers))
+        self._saves.append((self._thread.submit(self._write, save, num_failures), buffers))
 
-    def _write(self, save: ShardedSave) -> None:
+    def _write(self, save: ShardedSave, num_failures: int) -> None:
         self._last_failed = True
-        failure = None
+        if num_failures != self._num_failures:  # its group has been left, and the world's own is the training's
+            raise RuntimeError(
+                f"The checkpoint {str(save.folder)!r} was not saved, because of what came before it: {self._failure}"
+            )
+        self._failure = ""
         try:
             save.write(self._group)
         except Exception as error:
-            failure = str(error)  # not the error, whose frames would keep the group
-        if failure is not None:
+            self._failure = str(error) or repr(error)  # not the error, whose frames would keep the group
+        if self._failure:
             self._leave_group()
+            self._num_failures += 1  # after it, and save() reads it before the group: this may happen between
             gc.collect()
-            raise RuntimeError(failure)
+            raise RuntimeError(self._failure)
         self._last_failed = False
 
     def _leave_group(self) -> None:

@@ -151,6 +151,45 @@ def test_a_failure_reaches_every_rank_and_keeps_the_checkpoint_before(tmp_path: 
         run("ep4", 3, None, str(tmp_path / "step=2.ckpt"))
 
 
+def test_what_waits_behind_a_failed_save_fails_too_and_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+    # save_last makes two saves of each step, the second of which is on its way when the first fails
+    corpus()
+
+    def rank_main(rank: int, world_size: int) -> list[str]:
+        write_data, writes = FileSystemWriter.write_data, 0
+
+        def full(self: Any, *args: Any) -> Any:
+            nonlocal writes
+            writes += 1
+            if writes == 3 and rank == 1:
+                raise OSError(28, "No space left on device")
+            return write_data(self, *args)
+
+        failures = []
+        write = background.BackgroundSaves._write
+
+        def noted(self: Any, *args: Any) -> None:
+            try:
+                write(self, *args)
+            except RuntimeError as failure:
+                failures.append(str(failure))
+                raise
+
+        keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_last=True)
+        options = {"callbacks": [keep], "enable_checkpointing": True}
+        disk = mock.patch.object(FileSystemWriter, "write_data", full)
+        with disk, mock.patch.object(background.BackgroundSaves, "_write", noted), pytest.raises(RuntimeError):
+            train(rank, world_size, EP2, 6, strategy=ASYNC, **options)
+        return failures
+
+    for first, second in run_ranks(2, rank_main):
+        assert "step=2.ckpt' cannot be saved: rank 1: OSError: [Errno 28] No space left on device" in first
+        assert "last.ckpt' was not saved, because of what came before it: The checkpoint" in second
+    assert (tmp_path / "step=1.ckpt" / META).is_file()
+    assert (tmp_path / "last.ckpt" / META).is_file()
+    assert not (tmp_path / "step=2.ckpt" / META).exists()
+
+
 @pytest.fixture(scope="module")
 def step_3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "step=3.ckpt"
