@@ -219,5 +219,5 @@ if __name__ == "__main__":
 def test_forked_ranks_do_not_collect_what_an_earlier_run_has_left(tmp_path: Path) -> None:
     # a group has threads, which only the process that made it has: a rank that collects it dies
     (tmp_path / "script.py").write_text(GARBAGE)
-    finished = run_command([sys.executable, str(tmp_path / "script.py")], cwd=tmp_path, timeout=120)
+    finished = run_command([sys.executable, str(tmp_path / "script.py")], cwd=tmp_path, timeout=120, fresh=False)
     assert finished.returncode == 0, finished.stderr
