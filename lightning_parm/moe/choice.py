@@ -10,7 +10,8 @@ from lightning_parm.moe.cost import Workload
 from lightning_parm.moe.links import Links
 from lightning_parm.moe.prediction import Candidate, Schedule, Transport, seconds
 
-MAX_CHUNKS = 4
+#: Most parts that are considered: two where ranks share cores, since waiting for a core is in no measurement.
+MAX_CHUNKS, MAX_CHUNKS_ON_SHARED_CORES = 4, 2
 #: A candidate must promise more than this share of time to be preferred to a simpler one: more of it where the cores
 #: that compute also communicate, since there everything that a layer does competes for them.
 MARGIN, MARGIN_ON_SHARED_CORES = 0.02, 0.05
@@ -155,9 +156,11 @@ def choose_for(
     """As :func:`choose`, for a workload."""
     possible = candidates(work, max_chunks)
     predicted = {each: seconds(each, work, links) for each in [*possible, *comparisons(work)]}
-    margin = MARGIN if links.host_runs_ahead else MARGIN_ON_SHARED_CORES
-    chosen = best([each for each in possible if allowed(each)], predicted, margin)
-    return Choice(*chosen, predicted)  # type: ignore[arg-type]
+    wanted, margin = [each for each in possible if allowed(each)], MARGIN
+    if not links.host_runs_ahead:
+        wanted = [each for each in wanted if each.chunks <= MAX_CHUNKS_ON_SHARED_CORES] or wanted
+        margin = MARGIN_ON_SHARED_CORES
+    return Choice(*best(wanted, predicted, margin), predicted)  # type: ignore[arg-type]
 
 
 def best(possible: Sequence[Candidate], predicted: dict[Candidate, float], margin: float = MARGIN) -> Candidate:

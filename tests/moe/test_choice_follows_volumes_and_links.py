@@ -1,6 +1,7 @@
 """The predicted time of a layer is made of exactly the bytes that its schedule sends, and the best one is chosen."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,7 +65,9 @@ def test_chunks_hide_the_shorter_of_computing_and_sending_and_cost_their_alphas(
     serial = Links(quick_start, flops, 1e13)
     assert seconds(four, work, overlapped) < 0.8 * seconds(one, work, overlapped)
     assert seconds(four, work, serial) == pytest.approx(seconds(one, work, serial), rel=1e-3)
-    assert choose_for(work, overlapped).chunks > 1
+    assert choose_for(work, replace(overlapped, host_runs_ahead=True)).chunks > 2
+    assert choose_for(work, overlapped).chunks == 2  # the same cores compute and communicate
+    assert choose_for(work, overlapped, allowed=lambda each: each.chunks == 4).chunks == 4  # a user's own wish
     assert choose_for(work, Links(slow_start, flops, 1e13, overlaps=hidden)).chunks == 1
 
 
