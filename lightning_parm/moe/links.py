@@ -50,7 +50,7 @@ class Links:
             two things vanishes when both run at once; 0 is nothing and 1 all of it.
         overheads: For ``"schedule/transport"``, seconds of a layer and of each further chunk that bytes do not explain.
         host_runs_ahead: Whether the host's work for a chunk hides behind what is in flight, as where GPUs do the rest;
-            where the same cores compute and communicate it does not.
+            where the same cores compute and communicate it does not, and predictions are less sure.
         route_bytes_per_second: At which rows are picked for tokens, or weighted and added up to them, which reads and
             writes several times; as quick as a copy where it is ``None``.
         residual: Largest relative error of the fitted lines on what they were fitted to.
@@ -69,7 +69,7 @@ class Links:
     copy_bytes_per_second: float
     overlaps: Mapping[str, float] = field(default_factory=dict)
     overheads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    host_runs_ahead: bool = False
+    host_runs_ahead: bool = True
     route_bytes_per_second: float | None = None
     residual: float = 0.0
     source: str = ""
