@@ -13,6 +13,7 @@ import json
 import multiprocessing.process
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -133,9 +134,11 @@ _ADDRESS: list[str] = []  # in the server and its forks
 @cache
 def _start() -> str:
     """Start the server, once for a test session; it ends with this process."""
-    address = str(Path(tempfile.mkdtemp(prefix="forkserver")) / "socket")
+    folder = tempfile.mkdtemp(prefix="forkserver")
+    address = str(Path(folder) / "socket")
     environment = {name: value for name, value in os.environ.items() if name != "LIGHTNING_PARM_TEST"}
     server = REAL_POPEN([sys.executable, __file__, address], env=environment, start_new_session=True)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(server.kill)
     while not Path(address).exists():
         assert server.poll() is None, "the fork server cannot start"
