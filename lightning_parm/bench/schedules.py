@@ -164,7 +164,7 @@ def measure(
         actions: list[Action] = [partial(contest.both, run) for run in runs.values()]
         actions += [bare(each, _calls(each, work), work, topology, device) for each in alone.values()]
         times = contest.alternate(actions, repetitions)
-        least = dict(zip(alone, times[len(runs) :], strict=True))
+        times, least = times[: len(runs)], dict(zip(alone, times[len(runs) :], strict=True))
     finally:
         if own_group:
             dist.destroy_process_group()
@@ -172,7 +172,7 @@ def measure(
         return {"candidates": []}
     per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
     rows = []
-    for (name, each), seconds in zip(every.items(), times, strict=False):
+    for (name, each), seconds in zip(every.items(), times, strict=True):
         calls = _calls(each, work)
         limit = limit_seconds(calls, topology, per_node, inter or float("inf"), intra or float("inf"))
         rows.append(

@@ -104,7 +104,7 @@ def calibrate(
     return found[0]
 
 
-def exchange(
+def collective(
     kind: Kind, axis: LinkAxis, num_bytes: float, topology: Topology, device: torch.device
 ) -> Callable[[], dist.Work]:
     """Something that starts a collective of so many bytes, on buffers of its own.
@@ -197,8 +197,8 @@ class _Calibration:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return slowest.tolist()
 
-    def _exchange(self, kind: Kind, axis: LinkAxis, num_bytes: float) -> Callable[[], dist.Work]:
-        return exchange(kind, axis, num_bytes, self.topology, self.device)
+    def _collective(self, kind: Kind, axis: LinkAxis, num_bytes: float) -> Callable[[], dist.Work]:
+        return collective(kind, axis, num_bytes, self.topology, self.device)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -215,7 +215,7 @@ class _Calibration:
             if same and f"{kind}/{twin}" in lines:
                 lines[f"{kind}/{axis}"] = lines[f"{kind}/{twin}"]
                 continue
-            times = self._time(*(waited(self._exchange(kind, axis, size)) for size in self.sizes), flow=True)
+            times = self._time(*(waited(self._collective(kind, axis, size)) for size in self.sizes), flow=True)
             lines[f"{kind}/{axis}"], residual = fit_line(self.sizes, times)
             residuals.append(residual)
         return lines, max(residuals)
@@ -254,12 +254,12 @@ class _Calibration:
         for first, second in _PAIRS:
             if self.topology.size(first[1]) == 1 or (second is not None and self.topology.size(second[1]) == 1):
                 continue
-            start = self._exchange(*first, size)
+            start = self._collective(*first, size)
             if second is None:
                 (length,) = self._time(waited(start), flow=True)
                 finish = self._products(matrix, max(round(length / product), 1))
             else:
-                finish = waited(self._exchange(*second, size))
+                finish = waited(self._collective(*second, size))
             names = sorted((first[1], "compute" if second is None else second[1]))
             overlaps["+".join(names)] = self._hidden(start, finish)
         return overlaps

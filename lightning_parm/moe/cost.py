@@ -96,6 +96,25 @@ class Workload:
             return self.num_experts * parts * -(-capacity // parts)
         return min(rows, self.num_experts * capacity)
 
+    def rows_at_experts(
+        self, schedule: Literal["baseline", "plain", "s1", "s2", "deepspeed"], chunks: int = 1
+    ) -> float:
+        """Rows of one chunk that a rank's experts multiply; ``deepspeed`` is the order of today's DeepSpeed.
+
+        Example:
+            >>> work = Workload(num_tokens=8, model_dim=4, hidden_dim=4, num_experts=2, top_k=1,
+            ...                 tensor_parallel_size=2, expert_parallel_size=2, expert_shard_size=2)
+            >>> work.rows_at_experts("baseline"), work.rows_at_experts("s1")
+            (16, 8)
+        """
+        tokens, mp, esp = self.num_tokens, self.tensor_parallel_size, self.expert_shard_size
+        if schedule in ("baseline", "plain"):
+            return self.rows(tokens) * (esp if schedule == "baseline" else 1)
+        if schedule == "s1":  # the mp peers share the tokens
+            return self.rows(-(-tokens // mp // chunks)) * esp
+        parts = mp * chunks  # ... or the rows
+        return self.rows(tokens, parts) / parts * esp
+
     @property
     def largest_bytes(self) -> int:
         """About the most that one collective carries: a rank's rows, for all shards of their experts."""

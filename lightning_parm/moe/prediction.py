@@ -44,18 +44,14 @@ def steps(candidate: Candidate, work: Workload, links: Links) -> list[list[list[
     mp, esp = work.tensor_parallel_size, work.expert_shard_size
     if (schedule == "plain" and mp != esp) or (schedule == "deepspeed" and esp not in (1, mp)):
         raise ValueError(f"schedule={schedule!r} does not run with N_MP={mp} and N_ESP={esp}; use 's1' or 's2'.")
-    own: float
     row = work.model_dim * work.element_bytes
     tokens = work.num_tokens * row
+    own = work.rows_at_experts(schedule, chunks) * row
     if schedule in ("s1", "s2"):
-        if schedule == "s1":
-            share = -(-work.num_tokens // mp)
-            own = work.rows(-(-share // chunks)) * row  # of one chunk: the mp peers share the tokens
-        else:
-            own = work.rows(work.num_tokens, mp * chunks) * row / (mp * chunks)  # ... or the rows
+        own /= esp
         body = _journey(transport, own, work, links)
-    else:
-        own = work.rows(work.num_tokens, mp if schedule == "deepspeed" else 1) * row
+    elif schedule == "deepspeed":
+        own *= mp / esp  # of all mp peers
     along = partial(_transfer, work, links)
     counts = [] if work.static_shapes else along("all_to_all", "fused", 0, None)
     around = along("all_gather", "tensor_parallel", tokens, None) if work.sequence_parallel else []
@@ -86,7 +82,6 @@ def steps(candidate: Candidate, work: Workload, links: Links) -> list[list[list[
         return [[[*around, *counts, dispatch, *apart, *sent, *experts, *sent, *joined, dispatch, *after]]]
 
     gathered = tokens * esp if schedule == "baseline" else None
-    own *= esp if schedule == "baseline" else 1
     dispatch, sent = _route(own, links), along("all_to_all", "expert_parallel", own, own)
     experts = [
         *along("all_reduce", "expert_shard", None, own),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from rich.console import Console
 
-from lightning_parm.bench.bare import bare, experts_rows
+from lightning_parm.bench.bare import bare
 from lightning_parm.bench.contest import Contest
 from lightning_parm.bench.deepspeed_layer import DeepSpeedLayer, available
 from lightning_parm.bench.deepspeed_order import calls as deepspeed_calls
@@ -95,7 +95,7 @@ def run_bare(rank: int, world_size: int) -> None:
     contest.layer.experts.register_forward_pre_hook(lambda _, inputs: reached.append(len(inputs[0])))
     for candidate in map(Candidate, ("baseline", "plain", "s1", "s2", "deepspeed")):
         contest.both(partial(contest.forward, candidate))
-        assert experts_rows(candidate, work) == reached.pop()
+        assert work.rows_at_experts(candidate.schedule) == reached.pop()
         calls = deepspeed_calls(work) if candidate.schedule == "deepspeed" else collectives(work, *candidate)
         action = bare(candidate, calls, work, topology, cpu)
         with ExitStack() as stack:
