@@ -11,7 +11,6 @@ import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -194,7 +193,6 @@ def _from_workers(reader: _Reader, plan: _Plan, num_workers: int) -> Iterator[Re
         sampler=plan,
         num_workers=num_workers,
         prefetch_factor=_AHEAD,
-        collate_fn=_as_it_is,
         generator=torch.Generator(),
     )
 
@@ -205,10 +203,6 @@ def _one_ahead(reader: _Reader, plan: _Plan) -> Iterator[Request]:
     with ThreadPoolExecutor(max_workers=1) as pool:
         pending = pool.submit(reader.__getitem__, next(requests))
         while True:
-            block = pending.result()
+            request = pending.result()
             pending = pool.submit(reader.__getitem__, next(requests))
-            yield block
-
-
-def _as_it_is(block: Any) -> Any:
-    return block
+            yield request
