@@ -23,7 +23,7 @@ FORBIDDEN = {
 }
 #: The order of layers inside the MoE wing, low to high: a file imports only from those before it or beside it.
 MOE_LAYERS = (
-    {"topology", "cost", "links", "timeline"},
+    {"topology", "cost", "links", "timeline", "wire"},
     {"collectives", "layout", "overlap", "prediction", "experts", "routers", "routing", "transport"},
     {"schedules", "choice", "hardware"},
     {"layer"},

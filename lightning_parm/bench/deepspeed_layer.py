@@ -89,7 +89,7 @@ class _Expert(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """Map ``(..., M)`` to ``(..., M)``."""
         group = self.group()
-        flat = replicate(rows.reshape(-1, rows.shape[-1]), group)
+        flat = replicate(rows.reshape(-1, rows.shape[-1]), group).wait()
         return reduce(self.inner(flat, [len(flat)]), group).wait().view(rows.shape)
 
 

@@ -5,6 +5,7 @@ It drops the tensor-parallel duplicates before the first AlltoAll and restores t
     route, dispatch, drop | AlltoAll ep | AllGather mp | experts, AllReduce mp
     drop | AlltoAll ep | AllGather mp | combine
 
+Where experts are whole, N_ESP = 1, nothing is restored and summed between the two AlltoAlls.
 Taking its order but our router, kernels and transport of rows means that a comparison shows the order alone.
 """
 
@@ -22,18 +23,18 @@ def deepspeed_order(layer: Layer, x: Tensor) -> Tensor:
     """Tokens ``(S, M)``, equal on mp peers, through the layer's experts; returns ``(S, M)``.
 
     Args:
-        layer: A parallelised MoE layer with N_MP = N_ESP, without shared experts.
+        layer: A parallelised MoE layer with N_ESP 1 or N_MP, without shared experts.
         x: ``(S, M)``.
 
     Raises:
-        ValueError: If N_MP and N_ESP differ.
+        ValueError: If N_ESP is neither 1 nor N_MP.
     """
     topology = layer.topology
-    size, rank = topology.tensor_parallel_size, topology.tensor_parallel_rank
-    if size != topology.expert_shard_size:
+    shards = topology.expert_shard_size
+    if shards not in (1, topology.tensor_parallel_size):
         raise ValueError(
-            f"The order of DeepSpeed needs tensor_parallel_size = expert_shard_size, but they are {size} and "
-            f"{topology.expert_shard_size}."
+            f"The order of DeepSpeed needs expert_shard_size = 1 or tensor_parallel_size, but they are {shards} and "
+            f"{topology.tensor_parallel_size}."
         )
     mp, ep = topology.group("tensor_parallel"), topology.group("expert_parallel")
     choice, _ = route(layer, x, [Part(topology.data_parallel_rank, 0, len(x))])
@@ -41,15 +42,18 @@ def deepspeed_order(layer: Layer, x: Tensor) -> Tensor:
     (peers,), (layout,) = plan.sizes, plan.layouts
     # rows from each ep peer, in the exchange that this mp peer takes part in and in those beside it
     width = topology.expert_parallel_size
-    lanes = [layout.receive[first : first + width] for first in range(0, size * width, width)]
+    lanes = [layout.receive[first : first + width] for first in range(0, shards * width, width)]
+    own = lanes[topology.expert_shard_rank]
     widths = [sum(lane) for lane in lanes]
 
     rows = split(routing.dispatch(x), peers, mp).wait()
-    rows = all_to_all(rows, layout.send, lanes[rank], ep).wait()
-    rows = replicate(gather(rows, widths, mp).wait(), mp)
+    rows = all_to_all(rows, layout.send, own, ep).wait()
+    if shards > 1:
+        rows = replicate(gather(rows, widths, mp).wait(), mp).wait()
     rows = layout.by_source(layer.experts(layout.by_expert(rows), layout.per_expert))
-    rows = split(reduce(rows, mp).wait(), widths, mp).wait()
-    rows = all_to_all(rows, lanes[rank], layout.send, ep).wait()
+    if shards > 1:
+        rows = split(reduce(rows, mp).wait(), widths, mp).wait()
+    rows = all_to_all(rows, own, layout.send, ep).wait()
     return routing.combine(gather(rows, peers, mp).wait())
 
 

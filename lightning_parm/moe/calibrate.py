@@ -27,6 +27,7 @@ from lightning_parm.moe.links import Kind, Line, LinkAxis, Links, fit_line
 from lightning_parm.moe.prediction import Candidate, seconds
 from lightning_parm.moe.routing import Choice, arrange_static, capacity, drop
 from lightning_parm.moe.topology import Topology
+from lightning_parm.moe.wire import Work, start_all_gather, start_all_reduce, start_all_to_all, start_reduce_scatter
 
 #: Bytes of the smallest collective, and the least and most that the largest may have.
 _SIZES = {"cpu": (2**14, 2**18, 2**21), "cuda": (2**16, 2**22, 2**26)}
@@ -106,7 +107,7 @@ def calibrate(
 
 def collective(
     kind: Kind, axis: LinkAxis, num_bytes: float, topology: Topology, device: torch.device
-) -> Callable[[], dist.Work]:
+) -> Callable[[], Work]:
     """Something that starts a collective of so many bytes, on buffers of its own.
 
     Args:
@@ -120,11 +121,13 @@ def collective(
     part = max(int(num_bytes) // 4 // size, 1)
     whole, other = (torch.zeros(part * size, device=device) for _ in range(2))
     shard = torch.zeros(part, device=device)
-    calls: dict[Kind, Callable[[], dist.Work]] = {
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group, async_op=True),
-        "all_gather": lambda: dist.all_gather_single(other, shard, group=group, async_op=True),
-        "reduce_scatter": lambda: dist.reduce_scatter_single(shard, whole, group=group, async_op=True),
-        "all_reduce": lambda: dist.all_reduce(whole, group=group, async_op=True),
+    assert group is not None, "a collective needs at least 2 ranks"
+    parts = [part] * size
+    calls: dict[Kind, Callable[[], Work]] = {
+        "all_to_all": lambda: start_all_to_all(other, whole, parts, parts, group),
+        "all_gather": lambda: start_all_gather(other, shard, group),
+        "reduce_scatter": lambda: start_reduce_scatter(shard, whole, group),
+        "all_reduce": lambda: start_all_reduce(whole, group),
     }
     return calls[kind]
 
@@ -134,7 +137,7 @@ def _fingerprint(topology: Topology, device: torch.device, largest: int) -> str:
     dist.all_gather_object(hosts, platform.node())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     sizes = (topology.tensor_parallel_size, topology.expert_parallel_size, topology.expert_shard_size)
-    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, largest, 5]
+    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, largest, 6]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -197,7 +200,7 @@ class _Calibration:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return slowest.tolist()
 
-    def _collective(self, kind: Kind, axis: LinkAxis, num_bytes: float) -> Callable[[], dist.Work]:
+    def _collective(self, kind: Kind, axis: LinkAxis, num_bytes: float) -> Callable[[], Work]:
         return collective(kind, axis, num_bytes, self.topology, self.device)
 
     def _synchronize(self) -> None:
@@ -264,7 +267,7 @@ class _Calibration:
             overlaps["+".join(names)] = self._hidden(start, finish)
         return overlaps
 
-    def _hidden(self, start: Callable[[], dist.Work], finish: Callable[[], object]) -> float:
+    def _hidden(self, start: Callable[[], Work], finish: Callable[[], object]) -> float:
         alone, beside, together = self._time(waited(start), finish, _both(start, finish), flow=True)
         return min(max((alone + beside - together) / min(alone, beside), 0.0), 1.0)
 
@@ -314,12 +317,12 @@ class _Calibration:
         }
 
 
-def waited(start: Callable[[], dist.Work]) -> Callable[[], object]:
+def waited(start: Callable[[], Work]) -> Callable[[], object]:
     """Something that starts a collective and waits for it."""
     return lambda: start().wait()
 
 
-def _both(start: Callable[[], dist.Work], finish: Callable[[], object]) -> Callable[[], object]:
+def _both(start: Callable[[], Work], finish: Callable[[], object]) -> Callable[[], object]:
     """Something that is done while a collective is in flight."""
 
     def together() -> None:

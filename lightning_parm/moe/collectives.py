@@ -21,6 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_parm.moe.wire import (
+    Work,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+    sum_float32,
+)
+
 Group = dist.ProcessGroup | None
 Land = Callable[[], Tensor]
 Launch = Callable[[Tensor], tuple[Tensor, Land]]  # rows -> (a buffer in flight, how to wait for the result)
@@ -171,11 +180,11 @@ def reduce(rows: Tensor, group: Group) -> Pending:
     return _start(rows, _summing(group), _passing)
 
 
-def replicate(rows: Tensor, group: Group) -> Tensor:
+def replicate(rows: Tensor, group: Group) -> Pending:
     """Forward identity; backward AllReduce, for what every peer uses on its own share of the tokens or weights."""
     if group is None:
-        return rows
-    return _start(rows, _passing, _summing(group)).wait()
+        return Pending(rows)
+    return _start(rows, _passing, _summing(group))
 
 
 def scale_gradient(rows: Tensor, factor: float) -> Tensor:
@@ -215,17 +224,6 @@ def exchange_sizes(size: int, group: Group, device: torch.device) -> list[int]:
     return sizes.tolist()
 
 
-def sum_float32(parts: Sequence[Tensor]) -> Tensor:
-    """Sum of equally shaped tensors, accumulated in at least float32 and rounded once."""
-    if len(parts) == 1:
-        return parts[0]
-    dtype = parts[0].dtype
-    total = parts[0].to(torch.promote_types(dtype, torch.float32), copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(dtype)
-
-
 def _passing(rows: Tensor) -> tuple[Tensor, Land]:
     alias = rows.view_as(rows)  # autograd would take the input itself for a new tensor
     return alias, lambda: alias
@@ -234,7 +232,7 @@ def _passing(rows: Tensor) -> tuple[Tensor, Land]:
 def _exchanging(send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Launch:
     def launch(rows: Tensor) -> tuple[Tensor, Land]:
         buffer = rows.new_empty((sum(receive), *rows.shape[1:]))
-        work = dist.all_to_all_single(buffer, rows, list(receive), list(send), group=group, async_op=True)
+        work = start_all_to_all(buffer, rows, receive, send, group)
         return buffer, lambda: _landed(work, buffer, rows)
 
     return launch
@@ -261,7 +259,7 @@ def _gathering(sizes: Sequence[int], group: dist.ProcessGroup) -> Launch:
         buffer = rows.new_empty((sum(sizes), *rows.shape[1:]))
         if not buffer.numel():
             return buffer, lambda: buffer
-        work = dist.all_gather_single(buffer.view(-1), rows.view(-1), group=group, async_op=True)
+        work = start_all_gather(buffer.view(-1), rows.view(-1), group)
         return buffer, lambda: _landed(work, buffer, rows)
 
     return launch
@@ -282,7 +280,7 @@ def _scattering(sizes: Sequence[int], group: dist.ProcessGroup) -> Launch:
         buffer = rows.new_empty((mine, *rows.shape[1:]))
         if not buffer.numel():
             return buffer, lambda: buffer
-        work = dist.reduce_scatter_single(buffer.view(-1), rows.view(-1), group=group, async_op=True)
+        work = start_reduce_scatter(buffer.view(-1), rows.view(-1), group)
         return buffer, lambda: _landed(work, buffer, rows)
 
     return launch
@@ -293,13 +291,13 @@ def _summing(group: dist.ProcessGroup) -> Launch:
         buffer = rows.clone()
         if not buffer.numel():
             return buffer, lambda: buffer
-        work = dist.all_reduce(buffer, group=group, async_op=True)
+        work = start_all_reduce(buffer, group)
         return buffer, lambda: _landed(work, buffer)
 
     return launch
 
 
-def _landed(work: Any, buffer: Tensor, *alive: Tensor) -> Tensor:
+def _landed(work: Work, buffer: Tensor, *alive: Tensor) -> Tensor:
     """Wait for ``work``; taking the inputs as arguments keeps them alive for as long as it reads them."""
     work.wait()
     return buffer

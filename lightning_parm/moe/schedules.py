@@ -157,8 +157,10 @@ def s1(layer: Layer, x: Tensor, transport: Transport, chunks: int) -> Outcome:
     """MP pauses before the router, so no token is routed, sent or computed twice; chunks are ranges of tokens."""
     topology, mp = layer.topology, layer.topology.group("tensor_parallel")
     send, give_back = TRANSPORTS[transport]
-    # every mp peer applies its replica of a weight to its own tokens; all chunks use the same one
-    over_mp = cache(partial(replicate, group=mp))
+    # Every mp peer applies its replica of a weight to its own tokens; all chunks use the same one. They start before
+    # the tokens are split, so that backward waits for the sums of their gradients after it has gathered the tokens'.
+    starting = {weight: replicate(weight, mp) for weight in _replicated(layer)}
+    over_mp = cache(lambda weight: starting[weight].wait())
     if layer.sequence_parallel:
         peers, own = [len(x)], x
         part = Part(topology.data_parallel_size + topology.rank, 0, len(x))
@@ -281,7 +283,7 @@ def _through_shards(layer: Layer, rows: Tensor, layout: Layout, prepare: Prepare
     """AlltoAll over ep, experts with an AllReduce over the esp peers that hold the same rows, AlltoAll back."""
     ep, esp = layer.topology.group("expert_parallel"), layer.topology.group("expert_shard")
     rows = all_to_all(rows, layout.send, layout.receive, ep).wait()
-    rows = reduce(_experts(layer, replicate(rows, esp), layout, prepare), esp).wait()
+    rows = reduce(_experts(layer, replicate(rows, esp).wait(), layout, prepare), esp).wait()
     return all_to_all(rows, layout.receive, layout.send, ep).wait()
 
 
@@ -303,6 +305,12 @@ def _cast_once(layer: Layer, x: Tensor, chunks: int) -> Prepare | None:
     dtype = _cast(x[:0]).dtype
     cast = cache(lambda weight: weight.detach().to(dtype))
     return lambda weight: weight if weight.dtype == dtype else lend(weight, cast(weight))
+
+
+def _replicated(layer: Layer) -> list[Tensor]:
+    """The weights that all ranks hold."""
+    shared = [] if layer.shared_experts is None else layer.shared_experts.parameters()
+    return [layer.router.weight, *shared]
 
 
 def _shared(layer: Layer, x: Tensor, prepare: Prepare | None = None) -> Tensor | None:

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import run_ranks
 from rich.console import Console
 
@@ -23,26 +22,21 @@ from lightning_parm.bench.emulation import why_unavailable
 from lightning_parm.bench.limit import limit_seconds
 from lightning_parm.bench.schedules import render, schedules
 from lightning_parm.bench.training import training
-from lightning_parm.moe import MoE, Topology
+from lightning_parm.moe import MoE, Topology, calibrate
 from lightning_parm.moe.cost import Collective, Workload, collectives
 from lightning_parm.moe.links import PUBLISHED_32_GPUS
 from lightning_parm.moe.prediction import Candidate
 
 REASON = why_unavailable()
-FUNCTIONS = {
-    "all_to_all": "all_to_all_single",
-    "all_gather": "all_gather_single",
-    "reduce_scatter": "reduce_scatter_single",
-    "all_reduce": "all_reduce",
-}
+KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
 
-def compare_orders(rank: int, world_size: int, static: bool) -> float:
-    topology = Topology(world_size, rank, 2, 2, 2)
+def compare_orders(rank: int, world_size: int, static: bool, expert_parallel_size: int, shards: int) -> float:
+    topology = Topology(world_size, rank, 2, expert_parallel_size, shards)
     torch.manual_seed(0)
     layer = MoE(
         8, 12, 4, top_k=2, capacity_factor=8.0 if static else None, static_shapes=static, dtype=torch.float64
-    ).parallelize(topology, "plain")
+    ).parallelize(topology, "plain" if shards == 2 else "s2")
     torch.manual_seed(topology.data_parallel_rank)
     x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(6, 8, dtype=torch.float64)
@@ -59,15 +53,18 @@ def compare_orders(rank: int, world_size: int, static: bool) -> float:
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_the_order_of_deepspeed_computes_the_same_layer(static: bool) -> None:
-    assert max(run_ranks(4, compare_orders, static)) < 1e-12
+@pytest.mark.parametrize(("expert_parallel_size", "shards"), [(2, 2), (4, 1), (2, 1)])
+def test_the_order_of_deepspeed_computes_the_same_layer(static: bool, expert_parallel_size: int, shards: int) -> None:
+    assert max(run_ranks(4, compare_orders, static, expert_parallel_size, shards)) < 1e-12
 
 
 def refuse(rank: int, world_size: int) -> None:
     layer = MoE(8, 8, 2).parallelize(Topology(world_size, rank, 2, 2, 1))
-    for start in (lambda: deepspeed_order(layer, torch.zeros(2, 8)), lambda: DeepSpeedLayer(layer)):
-        with pytest.raises(ValueError, match="needs tensor_parallel_size = expert_shard_size, but they are 2 and 1"):
-            start()
+    with pytest.raises(ValueError, match="needs tensor_parallel_size = expert_shard_size, but they are 2 and 1"):
+        DeepSpeedLayer(layer)
+    layer = MoE(8, 8, 2).parallelize(Topology(world_size, rank, 1, 1, 2))
+    with pytest.raises(ValueError, match="needs expert_shard_size = 1 or tensor_parallel_size, but they are 2 and 1"):
+        deepspeed_order(layer, torch.zeros(2, 8))
     layer.topology = Topology.local()
     with pytest.raises(ValueError, match="compared with a capacity_factor only; this layer has None"):
         DeepSpeedLayer(layer)
@@ -81,7 +78,7 @@ def test_deepspeeds_own_layer_is_timed_only_where_it_exists() -> None:
         assert not available(Workload(**{**fits, **sizes, **change}))
 
 
-def test_the_order_of_deepspeed_needs_equal_sizes() -> None:
+def test_deepspeed_and_its_order_refuse_what_they_cannot_run() -> None:
     run_ranks(2, refuse)
 
 
@@ -100,8 +97,8 @@ def run_bare(rank: int, world_size: int) -> None:
         action = bare(candidate, calls, work, topology, cpu)
         with ExitStack() as stack:
             spies = {
-                kind: stack.enter_context(patch.object(dist, name, wraps=getattr(dist, name)))
-                for kind, name in FUNCTIONS.items()
+                kind: stack.enter_context(patch.object(calibrate, name, wraps=getattr(calibrate, name)))
+                for kind, name in ((kind, f"start_{kind}") for kind in KINDS)
             }
             action()
         assert Counter({kind: spy.call_count for kind, spy in spies.items()}) == Counter(call.kind for call in calls)

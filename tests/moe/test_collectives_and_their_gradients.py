@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from lightning_parm.moe.collectives import (
     replicate,
     scale_gradient,
     split,
-    sum_float32,
 )
+from lightning_parm.moe.wire import Work, sum_float32
 
 
 def _total(value: Tensor) -> float:
@@ -72,7 +73,7 @@ def _transposed(rank: int, world: int, uneven: bool) -> None:
     y.backward(torch.tensor([1.0, 2.0]))
     assert x.grad.tolist() == [1.0, 2.0]
     x = torch.ones(2, requires_grad=True)
-    y = replicate(x, group)
+    y = replicate(x, group).wait()
     assert torch.equal(y, x)
     y.backward(torch.full((2,), rank + 1.0))
     assert x.grad.tolist() == [sum(range(1, world + 1))] * 2
@@ -94,7 +95,7 @@ def _checked(rank: int, world: int) -> None:
         lambda x: gather_partial(x, [4], group).wait(),
         lambda x: reduce_scatter(x, [4], group).wait(),
         lambda x: reduce(x, group).wait(),
-        lambda x: replicate(x, group),
+        lambda x: replicate(x, group).wait(),
     ):
         assert gradcheck(lambda x, primitive=primitive: primitive(x).sin(), (x,))
     assert gradcheck(lambda x: all_to_all(x.t(), [2], [2], group).wait(), (x,))  # not contiguous
@@ -115,7 +116,7 @@ def test_without_a_group_every_primitive_is_the_identity() -> None:
         reduce(x, None),
     ):
         assert pending.wait() is x
-    assert replicate(x, None) is x
+    assert replicate(x, None).wait() is x
     assert scale_gradient(x, 1.0) is x
     assert exchange_sizes(5, None, torch.device("cpu")) == [5]
 
@@ -129,21 +130,21 @@ def test_partial_sums_round_once() -> None:
 def _many(rank: int, world: int) -> list[str]:
     """Start and wait, forward and backward, of two exchanges in flight together."""
     log: list[str] = []
-    original = dist.all_to_all_single
+    original = collectives.start_all_to_all
 
     class Watched:
-        def __init__(self, work: dist.Work, number: int) -> None:
+        def __init__(self, work: Work, number: int) -> None:
             self.work, self.number = work, number
 
         def wait(self) -> None:
             log.append(f"wait {self.number}")
             self.work.wait()
 
-    def call(buffer: Tensor, rows: Tensor, *args: object, **kwargs: object) -> Watched:
+    def call(buffer: Tensor, rows: Tensor, *args: Any) -> Watched:
         log.append(f"start {int(rows[0, 0])}")
-        return Watched(original(buffer, rows, *args, **kwargs), int(rows[0, 0]))
+        return Watched(original(buffer, rows, *args), int(rows[0, 0]))
 
-    collectives.dist.all_to_all_single = call
+    collectives.start_all_to_all = call
     tokens = [torch.full((2, 1), float(number), requires_grad=True) for number in (1, 2)]
     pending = [all_to_all(x, [1, 1], [1, 1], dist.group.WORLD) for x in tokens]
     first, second = (each.wait() for each in pending)

@@ -36,10 +36,10 @@ MUTATIONS = {
         schedules, "scale_gradient", _as_it_is, Case(1, 1, 2, "baseline"), "gradient of router.weight is off",
     ),
     "the router's gradient is not summed over the split tokens": (
-        schedules, "replicate", _as_it_is, Case(2, 2, 1, "s1"), "mp peers' gradient of router.weight is off",
+        schedules, "replicate", _not_summed, Case(2, 2, 1, "s1"), "mp peers' gradient of router.weight is off",
     ),
     "the shards' input gradients are not summed": (
-        schedules, "replicate", _as_it_is, Case(2, 1, 2, "plain"), "input gradient is off",
+        schedules, "replicate", _not_summed, Case(2, 1, 2, "plain"), "input gradient is off",
     ),
     "the shards' outputs are not summed": (
         schedules, "reduce", _not_summed, Case(2, 1, 2, "plain"), "output is off",
