@@ -137,7 +137,7 @@ def _fingerprint(topology: Topology, device: torch.device, largest: int) -> str:
     dist.all_gather_object(hosts, platform.node())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     sizes = (topology.tensor_parallel_size, topology.expert_parallel_size, topology.expert_shard_size)
-    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, largest, 6]
+    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, largest, 7]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -219,7 +219,9 @@ class _Calibration:
                 lines[f"{kind}/{axis}"] = lines[f"{kind}/{twin}"]
                 continue
             times = self._time(*(waited(self._collective(kind, axis, size)) for size in self.sizes), flow=True)
-            lines[f"{kind}/{axis}"], residual = fit_line(self.sizes, times)
+            # a layer's own messages are about as large as the largest
+            counts = [math.sqrt(size) for size in self.sizes]
+            lines[f"{kind}/{axis}"], residual = fit_line(self.sizes, times, counts=counts)
             residuals.append(residual)
         return lines, max(residuals)
 
@@ -253,7 +255,7 @@ class _Calibration:
         overlaps: dict[str, float] = {}
         matrix = torch.zeros(256, 256, device=self.device)
         (product,) = self._time(lambda: matrix @ matrix)
-        size = self.sizes[1]  # that of a chunk
+        size = self.sizes[-1] // 2  # that of a chunk
         for first, second in _PAIRS:
             if self.topology.size(first[1]) == 1 or (second is not None and self.topology.size(second[1]) == 1):
                 continue

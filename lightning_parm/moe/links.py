@@ -134,23 +134,27 @@ class Links:
             raise ValueError(f"{path}: {error}") from error
 
 
-def fit_line(sizes: Sequence[float], times: Sequence[float], rounds: int = 10) -> tuple[Line, float]:
+def fit_line(
+    sizes: Sequence[float], times: Sequence[float], rounds: int = 10, counts: Sequence[float] | None = None
+) -> tuple[Line, float]:
     """Fit a line by relative least squares in which outliers weigh less; returns it and its largest relative error.
 
     Args:
         sizes: Bytes.
         times: Seconds.
         rounds: Of reweighting by Huber's function.
+        counts: How much each is worth; equally much by default.
 
     Example:
         >>> line, residual = fit_line([1e4, 1e5, 1e6], [0.0011, 0.002, 0.011])
         >>> round(line.alpha_seconds, 6), round(line.beta_seconds, 12), round(residual, 6)
         (0.001, 1e-08, 0.0)
     """
+    worth = counts or [1.0] * len(sizes)
     trust = [1.0] * len(sizes)
     alpha = beta = 0.0
     for _ in range(rounds):
-        weights = [part / (time * time) for part, time in zip(trust, times, strict=True)]
+        weights = [w * part / (time * time) for w, part, time in zip(worth, trust, times, strict=True)]
         total = sum(weights)
         mean_size = sum(w * size for w, size in zip(weights, sizes, strict=True)) / total
         mean_time = sum(w * time for w, time in zip(weights, times, strict=True)) / total

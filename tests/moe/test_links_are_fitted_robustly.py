@@ -29,3 +29,12 @@ def test_no_constant_is_negative() -> None:
     through_the_floor, _ = fit_line([1e6, 2e6], [1e-4, 3e-4])
     assert falling.beta_seconds == 0.0
     assert through_the_floor.alpha_seconds == 0.0
+
+
+def test_what_counts_more_is_met_more_closely() -> None:
+    """Messages near a layer's own size decide, and a burst that swallows a smaller one must not outvote them."""
+    sizes, times = [2**14, 2**17, 2**19], [2.4e-3, 4.3e-3, 33.2e-3]
+    equal, _ = fit_line(sizes, times)
+    line, _ = fit_line(sizes, times, counts=[size**0.5 for size in sizes])
+    assert equal.seconds(sizes[-1]) < 0.5 * times[-1]
+    assert line.seconds(sizes[-1]) > 0.6 * times[-1]
