@@ -126,7 +126,7 @@ def collective(
     calls: dict[Kind, Callable[[], Work]] = {
         "all_to_all": lambda: start_all_to_all(other, whole, parts, parts, group),
         "all_gather": lambda: start_all_gather(other, shard, group),
-        "reduce_scatter": lambda: start_reduce_scatter(shard, whole, group),
+        "reduce_scatter": lambda: start_reduce_scatter(shard, whole, parts, group),
         "all_reduce": lambda: start_all_reduce(whole, group),
     }
     return calls[kind]

@@ -27,7 +27,6 @@ from lightning_parm.moe.wire import (
     start_all_reduce,
     start_all_to_all,
     start_reduce_scatter,
-    sum_float32,
 )
 
 Group = dist.ProcessGroup | None
@@ -266,21 +265,13 @@ def _gathering(sizes: Sequence[int], group: dist.ProcessGroup) -> Launch:
 
 
 def _scattering(sizes: Sequence[int], group: dist.ProcessGroup) -> Launch:
-    mine, peers = sizes[dist.get_rank(group)], len(sizes)
-    if len(set(sizes)) > 1:
-        exchange = _exchanging(sizes, [mine] * peers, group)
-
-        def launch_uneven(rows: Tensor) -> tuple[Tensor, Land]:
-            buffer, land = exchange(rows)
-            return buffer, lambda: sum_float32(land().chunk(peers)) if mine else land()
-
-        return launch_uneven
+    mine = sizes[dist.get_rank(group)]
 
     def launch(rows: Tensor) -> tuple[Tensor, Land]:
         buffer = rows.new_empty((mine, *rows.shape[1:]))
-        if not buffer.numel():
+        if not rows.numel():
             return buffer, lambda: buffer
-        work = start_reduce_scatter(buffer.view(-1), rows.view(-1), group)
+        work = start_reduce_scatter(buffer, rows, sizes, group)
         return buffer, lambda: _landed(work, buffer, rows)
 
     return launch

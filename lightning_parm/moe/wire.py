@@ -45,17 +45,22 @@ def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> W
     return _own(dist.all_gather_single(whole, part, group=group, async_op=True))
 
 
-def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Work:
-    """Sum flat tensors over the ranks and leave each rank its equal part."""
-    if _is_gloo(group, whole):
-        return _Sum(part, whole.chunk(group.size()), group)
-    return _own(dist.reduce_scatter_single(part, whole, group=group, async_op=True))
+def start_reduce_scatter(part: Tensor, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Work:
+    """Sum rows over the ranks and leave ``sizes[i]`` of them to peer i, each its own in ``part``."""
+    in_pairs = _is_gloo(group, rows)
+    if not in_pairs and len(set(sizes)) == 1:
+        return _own(dist.reduce_scatter_single(part.view(-1), rows.view(-1), group=group, async_op=True))
+    parts = part.new_empty((len(sizes), *part.shape))
+    if in_pairs:
+        return _Sum(part, parts, _Pairs(parts.unbind(), rows.split(list(sizes)), group))
+    return _Sum(part, parts, start_all_to_all(parts.flatten(0, 1), rows, [len(part)] * len(sizes), sizes, group))
 
 
 def start_all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> Work:
     """Sum over the ranks, in place."""
     if _is_gloo(group, buffer) and buffer.nbytes * group.size() <= _SMALL:
-        return _Sum(buffer, [buffer] * group.size(), group)
+        parts = buffer.new_empty((group.size(), *buffer.shape))
+        return _Sum(buffer, parts, _Pairs(parts.unbind(), [buffer] * group.size(), group))
     return _own(dist.all_reduce(buffer, group=group, async_op=True))
 
 
@@ -96,13 +101,11 @@ class _Pairs:
 
 
 class _Sum:
-    """A part of everyone's tensor, added up in rank order when all have arrived, so equally wherever it is wanted."""
+    """What arrives from every rank, added up in rank order when all is there, so equally wherever it is wanted."""
 
-    def __init__(self, result: Tensor, outgoing: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        self._result = result
-        self._parts = result.new_empty((len(outgoing), *result.shape)).unbind()
-        self._pairs = _Pairs(self._parts, outgoing, group)
+    def __init__(self, result: Tensor, parts: Tensor, arriving: Work) -> None:
+        self._result, self._parts, self._arriving = result, parts, arriving
 
     def wait(self) -> None:
-        self._pairs.wait()
-        self._result.copy_(sum_float32(self._parts))
+        self._arriving.wait()
+        self._result.copy_(sum_float32(self._parts.unbind()))

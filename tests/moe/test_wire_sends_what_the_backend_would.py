@@ -43,7 +43,7 @@ def _same(rank: int, world: int) -> None:
         dist.all_gather_single(theirs, part, group=group)
         assert torch.equal(ours, theirs)
         ours, theirs = (torch.empty_like(part) for _ in range(2))
-        start_reduce_scatter(ours, whole, group).wait()
+        start_reduce_scatter(ours, whole, [rows] * world, group).wait()
         theirs = whole.clone()
         dist.all_reduce(theirs, group=group)
         assert torch.equal(ours, theirs.chunk(world)[rank])
@@ -92,7 +92,7 @@ def _crowd(rank: int, world: int) -> None:
             works.append(start_all_gather(received, mine[:rows].clone(), group))
             expected.append((received, everyone[:, 0].flatten()))
         else:
-            works.append(start_reduce_scatter(received[:rows], mine, group))
+            works.append(start_reduce_scatter(received[:rows], mine, [rows] * world, group))
             expected.append((received[:rows], everyone[:, rank].sum(0)))
     for index in torch.randperm(30, generator=torch.Generator().manual_seed(rank)).tolist():
         works[index].wait()
@@ -110,7 +110,7 @@ def _alone(rank: int, world: int) -> float:
     started = time.monotonic()
     if rank == 0:
         with pytest.raises(RuntimeError):
-            start_reduce_scatter(torch.empty(3), torch.ones(6), group).wait()
+            start_reduce_scatter(torch.empty(3), torch.ones(6), [3, 3], group).wait()
     dist.barrier()
     return time.monotonic() - started
 
@@ -133,3 +133,22 @@ def _own_sends(rank: int, world: int) -> Tensor:
 def test_a_programs_own_sends_are_left_alone() -> None:
     first, second = run_ranks(2, _own_sends)
     assert torch.equal(first, second)
+
+
+def _uneven(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    group = dist.group.WORLD
+    assert group is not None
+    sizes = [2, 0, 3]
+    rows = _values((5, 2), torch.float32, rank)
+    ours, theirs = (torch.empty(sizes[rank], 2) for _ in range(2))
+    start_reduce_scatter(ours, rows, sizes, group).wait()
+    wire._is_gloo = lambda group, rows: False  # as on another backend
+    start_reduce_scatter(theirs, rows, sizes, group).wait()
+    return ours, theirs
+
+
+def test_uneven_sums_are_scattered_on_any_backend() -> None:
+    whole = torch.stack([_values((5, 2), torch.float32, rank) for rank in range(3)]).sum(0)
+    results = run_ranks(3, _uneven)
+    for path in range(2):
+        assert torch.equal(torch.cat([result[path] for result in results]), whole)
