@@ -68,7 +68,7 @@ class FabricParmStrategy(SizedStrategy, CheckpointingFabricStrategy):
         tensor_parallel_size: int = 1,
         expert_parallel_size: int | Literal["auto"] = "auto",
         expert_shard_size: int | Literal["auto"] = "auto",
-        schedule: Literal["auto", "baseline", "plain", "s1", "s2"] = "auto",
+        schedule: Literal["auto", "baseline", "plain", "s0", "s1", "s2"] = "auto",
         transport: Literal["auto", "fused", "two_hop"] = "auto",
         chunks: int | Literal["auto"] = "auto",
         save_distributed_checkpoint: bool = True,

@@ -19,6 +19,7 @@ FOREIGN = "pytorch_lightning.strategies"
 #: Name of each variant and what it presets.
 VARIANTS: dict[str, dict[str, Any]] = {
     "parm": {},
+    "parm_s0": {"schedule": "s0"},
     "parm_s1": {"schedule": "s1"},
     "parm_s2": {"schedule": "s2"},
     "parm_spawn": {"start_method": "spawn"},

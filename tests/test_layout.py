@@ -25,6 +25,7 @@ FORBIDDEN = {
 MOE_LAYERS = (
     {"topology", "cost", "links", "timeline", "wire"},
     {"collectives", "layout", "overlap", "prediction", "experts", "routers", "routing", "transport"},
+    {"stages"},
     {"schedules", "choice", "hardware"},
     {"layer"},
     {"calibrate"},

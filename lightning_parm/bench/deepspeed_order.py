@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_parm.moe.collectives import all_to_all, gather, reduce, replicate, split
 from lightning_parm.moe.cost import Collective, Workload
 from lightning_parm.moe.routers import Part
-from lightning_parm.moe.schedules import Layer, lay_out, route
+from lightning_parm.moe.stages import Layer, lay_out, route
 
 
 def deepspeed_order(layer: Layer, x: Tensor) -> Tensor:

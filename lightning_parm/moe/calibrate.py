@@ -137,7 +137,7 @@ def _fingerprint(topology: Topology, device: torch.device, largest: int) -> str:
     dist.all_gather_object(hosts, platform.node())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     sizes = (topology.tensor_parallel_size, topology.expert_parallel_size, topology.expert_shard_size)
-    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, largest, 7]
+    facts = [hosts, dist.get_backend(), sizes, torch.__version__, name, largest, 8]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

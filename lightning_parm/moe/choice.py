@@ -66,13 +66,13 @@ def candidates(sizes: Sizes, max_chunks: int = MAX_CHUNKS) -> list[Candidate]:
     sharded = sizes.expert_shard_size > 1
     transports: tuple[Transport, ...] = ("fused", "two_hop") if sharded else ("fused",)
     schedules: tuple[Schedule, ...] = ("s1", "s2") if sizes.tensor_parallel_size > 1 else ("s1",)
-    plain = [Candidate("plain")] if sizes.tensor_parallel_size == sizes.expert_shard_size else []
-    return plain + [
-        Candidate(schedule, transport, chunks)
-        for chunks in range(1, max_chunks + 1)
-        for schedule in schedules
-        for transport in transports
-    ]
+    shards_are_peers = sizes.tensor_parallel_size == sizes.expert_shard_size
+    found = [Candidate("plain")] if shards_are_peers else []
+    for chunks in range(1, max_chunks + 1):
+        if shards_are_peers and sharded:
+            found.append(Candidate("s0", chunks=chunks))
+        found += [Candidate(schedule, transport, chunks) for schedule in schedules for transport in transports]
+    return found
 
 
 def comparisons(sizes: Sizes) -> list[Candidate]:

@@ -97,7 +97,7 @@ class Workload:
         return min(rows, self.num_experts * capacity)
 
     def rows_at_experts(
-        self, schedule: Literal["baseline", "plain", "s1", "s2", "deepspeed"], chunks: int = 1
+        self, schedule: Literal["baseline", "plain", "s0", "s1", "s2", "deepspeed"], chunks: int = 1
     ) -> float:
         """Rows of one chunk that a rank's experts multiply; ``deepspeed`` is the order of today's DeepSpeed.
 
@@ -110,6 +110,8 @@ class Workload:
         tokens, mp, esp = self.num_tokens, self.tensor_parallel_size, self.expert_shard_size
         if schedule in ("baseline", "plain"):
             return self.rows(tokens) * (esp if schedule == "baseline" else 1)
+        if schedule == "s0":  # every mp peer has them all, and one shard
+            return self.rows(-(-tokens // chunks))
         if schedule == "s1":  # the mp peers share the tokens
             return self.rows(-(-tokens // mp // chunks)) * esp
         parts = mp * chunks  # ... or the rows
@@ -133,7 +135,7 @@ class Workload:
 
 def collectives(
     work: Workload,
-    schedule: Literal["baseline", "plain", "s1", "s2"],
+    schedule: Literal["baseline", "plain", "s0", "s1", "s2"],
     transport: Literal["fused", "two_hop"] = "fused",
     chunks: int = 1,
 ) -> list[Collective]:
@@ -142,12 +144,14 @@ def collectives(
     Args:
         work: The layer.
         schedule: Where communication is placed.
-        transport: How rows reach all shards of their experts; of no effect in ``baseline`` and ``plain``.
+        transport: How rows reach all shards of their experts; of no effect in ``baseline``, ``plain`` and ``s0``.
         chunks: Parts sent one after another; of no effect in ``baseline`` and ``plain``.
     """
     parts = {"baseline": _baseline, "plain": _plain}
     if schedule in parts:
         calls = parts[schedule](work)
+    elif schedule == "s0":
+        calls = _s0(work, chunks)
     elif schedule == "s1":
         calls = _s1(work, transport, chunks)
     else:
@@ -179,6 +183,19 @@ def _baseline(work: Workload) -> Iterator[Call]:
 
 def _plain(work: Workload) -> Iterator[Call]:
     yield from _through_shards(work, work.rows(work.num_tokens))
+    yield from _whole_sequence(work)
+
+
+def _s0(work: Workload, chunks: int) -> Iterator[Call]:
+    token = work.model_dim * work.element_bytes
+    for tokens in _lengths(work.num_tokens, chunks):
+        for direction in (FORWARD, BACKWARD):
+            yield "all_to_all", "expert_parallel", work.rows(tokens) * token, direction
+            yield "all_to_all", "expert_parallel", work.rows(tokens) * token, direction
+            yield "all_reduce", "tensor_parallel", tokens * token, direction
+    yield "all_reduce", "tensor_parallel", work.num_tokens * work.top_k * STATISTIC_BYTES, BACKWARD
+    if not work.static_shapes or chunks > 1:
+        yield "all_to_all", "expert_parallel", chunks * work.num_experts * COUNT_BYTES, FORWARD
     yield from _whole_sequence(work)
 
 

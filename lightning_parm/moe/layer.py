@@ -13,7 +13,8 @@ from lightning_parm.moe.collectives import reduce
 from lightning_parm.moe.experts import Activation, Experts
 from lightning_parm.moe.routers import Router, RouterKind
 from lightning_parm.moe.routing import DropPolicy
-from lightning_parm.moe.schedules import Outcome, Schedule, Transport, run_schedule
+from lightning_parm.moe.schedules import Schedule, Transport, run_schedule
+from lightning_parm.moe.stages import Outcome
 from lightning_parm.moe.topology import Topology
 
 BalanceScope = Literal["micro_batch", "global_batch"]
@@ -54,8 +55,8 @@ class MoE(nn.Module):
         dtype: Their type.
 
     Attributes:
-        schedule: Where communication is placed: ``"plain"``, ``"s1"``, ``"s2"``, ``"baseline"`` or ``"auto"``. Like
-            ``transport`` and ``chunks`` it may be changed between batches, on all ranks alike.
+        schedule: Where communication is placed: ``"plain"``, ``"s0"``, ``"s1"``, ``"s2"``, ``"baseline"`` or
+            ``"auto"``. Like ``transport`` and ``chunks`` it may be changed between batches, on all ranks alike.
         transport: ``"fused"``, ``"two_hop"`` or ``"auto"``.
         chunks: Parts in flight together, or ``"auto"``.
         topology: Where the experts are.

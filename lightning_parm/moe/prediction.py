@@ -3,8 +3,9 @@
 What the model neglects: imbalance between experts (every expert gets its fair share of rows) and between ranks; the
 router's own product and the losses; shared experts; other traffic on the links, such as gradients; congestion that
 depends on message sizes other than those calibrated; the lower efficiency of small matrix products; kernels started
-late by a busy host; the sum of the router's few statistics over mp peers, on its way beside everything else. Where
-``links.overheads`` were measured they hold what a layer costs beyond bytes and products.
+late by a busy host; the small sums over mp peers of the router's statistics and, in ``s0``, of its weights' gradients,
+on their way beside everything else. Where ``links.overheads`` were measured they hold what a layer costs beyond bytes
+and products.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lightning_parm.moe.cost import Workload
 from lightning_parm.moe.links import Kind, LinkAxis, Links
 from lightning_parm.moe.timeline import Compute, Sent, Step, Transfer, duration, moments
 
-Schedule = Literal["baseline", "plain", "s1", "s2"]
+Schedule = Literal["baseline", "plain", "s0", "s1", "s2"]
 Compared = Schedule | Literal["deepspeed"]
 Transport = Literal["fused", "two_hop"]
 
@@ -29,9 +30,8 @@ class Candidate(NamedTuple):
     chunks: int = 1
 
     def __str__(self) -> str:
-        if self.schedule not in ("s1", "s2"):
-            return self.schedule
-        return f"{self.schedule} {self.transport}" + (f" x{self.chunks}" if self.chunks > 1 else "")
+        transport = f" {self.transport}" if self.schedule in ("s1", "s2") else ""
+        return self.schedule + transport + (f" x{self.chunks}" if self.chunks > 1 else "")
 
 
 def steps(candidate: Candidate, work: Workload, links: Links) -> list[list[list[Step]]]:
@@ -42,7 +42,7 @@ def steps(candidate: Candidate, work: Workload, links: Links) -> list[list[list[
     """
     schedule, transport, chunks = candidate
     mp, esp = work.tensor_parallel_size, work.expert_shard_size
-    if (schedule == "plain" and mp != esp) or (schedule == "deepspeed" and esp not in (1, mp)):
+    if (schedule in ("plain", "s0") and mp != esp) or (schedule == "deepspeed" and esp not in (1, mp)):
         raise ValueError(f"schedule={schedule!r} does not run with N_MP={mp} and N_ESP={esp}; use 's1' or 's2'.")
     row = work.model_dim * work.element_bytes
     tokens = work.num_tokens * row
@@ -57,6 +57,14 @@ def steps(candidate: Candidate, work: Workload, links: Links) -> list[list[list[
     around = along("all_gather", "tensor_parallel", tokens, None) if work.sequence_parallel else []
     after = along("all_gather", "tensor_parallel", None, tokens) if work.sequence_parallel else []
 
+    if schedule == "s0":
+        sent = along("all_to_all", "expert_parallel", own, own)
+        apart, summed = (
+            along("all_reduce", "tensor_parallel", *pair) for pair in ((None, tokens / chunks), (tokens / chunks, None))
+        )
+        experts = [*sent, *_experts(own, work, links), *sent]
+        chunk = [*apart, _route(own, links), *experts, _route(own, links), *summed]
+        return [[[*around, *counts]], [chunk] * chunks, [after]]
     if schedule == "s1":
         router = along("all_reduce", "tensor_parallel", None, work.num_experts * work.model_dim * work.router_bytes)
         chunk = [_route(own, links), *body, _route(own, links)]

@@ -90,10 +90,15 @@ class Routing:
         rows: Tensor = _Dispatch.apply(x, *self._tokens, *self._slots)  # type: ignore[no-untyped-call]
         return rows
 
-    def combine(self, rows: Tensor) -> Tensor:
-        """Results ``(R, M)`` -> the weighted sum for every token ``(S, M)``, accumulated in float32."""
+    def combine(self, rows: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Results ``(R, M)`` -> the weighted sum for every token ``(S, M)``, accumulated in float32.
+
+        Args:
+            rows: Of the experts.
+            weight: ``(S, k)``, in place of the routing's own.
+        """
         y: Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
-            rows, self.weight, self._choices[0], *self._tokens, *self._slots
+            rows, self.weight if weight is None else weight, self._choices[0], *self._tokens, *self._slots
         )
         return y
 

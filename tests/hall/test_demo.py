@@ -32,6 +32,6 @@ def test_demo_trains_resumes_and_proves_it(tmp_path: Path) -> None:
     assert "first run: samples 0 to 23; resumed run: samples 24 to 47" in report
     assert "all 48 samples hold the tokens that one loader in one process reads" in report
     assert re.search(
-        r"blocks\.0\.feed_forward +schedule (plain|s1|s2) \w+ x\d; expert load \(1 is fair\)( \d\.\d\d){8}", report
+        r"blocks\.0\.feed_forward +schedule (plain|s0|s1|s2) \w+ x\d; expert load \(1 is fair\)( \d\.\d\d){8}", report
     )
     assert re.search(r"source 'code' +\d+ samples, \d+\.\d\d% of all; asked for 60\.00%", report)

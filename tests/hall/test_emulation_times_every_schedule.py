@@ -90,7 +90,7 @@ def run_bare(rank: int, world_size: int) -> None:
     contest = Contest(topology, work, "gelu", cpu)
     reached: list[int] = []
     contest.layer.experts.register_forward_pre_hook(lambda _, inputs: reached.append(len(inputs[0])))
-    for candidate in map(Candidate, ("baseline", "plain", "s1", "s2", "deepspeed")):
+    for candidate in map(Candidate, ("baseline", "plain", "s0", "s1", "s2", "deepspeed")):
         contest.both(partial(contest.forward, candidate))
         assert work.rows_at_experts(candidate.schedule) == reached.pop()
         calls = deepspeed_calls(work) if candidate.schedule == "deepspeed" else collectives(work, *candidate)
@@ -180,7 +180,7 @@ def test_an_emulated_run_times_predicts_and_draws_every_candidate(tmp_path: Path
         plot=str(tmp_path / "plot.svg"),
     )
     names = {row["candidate"] for row in result["candidates"]}
-    assert names == {"baseline", "deepspeed", "plain", "s1 fused", "s1 two_hop", "s2 fused", "s2 two_hop"}
+    assert names == {"baseline", "deepspeed", "plain", "s0", "s1 fused", "s1 two_hop", "s2 fused", "s2 two_hop"}
     assert result["choice"] in names - {"baseline", "deepspeed"}
     assert result["largest_difference"] < 1e-5
     for row in result["candidates"]:

@@ -50,7 +50,8 @@ def test_predictions_are_made_of_the_bytes_that_the_schedules_send(
         sent_bytes: Counter[tuple[str, bool]] = Counter()
         for call in collectives(work, candidate.schedule, candidate.transport, candidate.chunks):
             is_count = call.kind != "all_reduce" and call.num_bytes <= 3072  # of rows: only an alpha in the model
-            sent_bytes[call.axis, call.backward] += 0 if is_count else call.num_bytes
+            of_weights = candidate.schedule == "s0" and call.num_bytes == 768 * 2 * 4  # neglected, beside all else
+            sent_bytes[call.axis, call.backward] += 0 if is_count or of_weights else call.num_bytes
         assert +predicted == +sent_bytes, candidate
 
 
@@ -109,10 +110,10 @@ def test_a_user_who_fixed_the_schedule_gets_the_best_of_it() -> None:
 
 
 def test_sizes_that_forbid_a_schedule_are_refused() -> None:
-    for schedule in ("plain", "deepspeed"):
+    for schedule in ("plain", "s0", "deepspeed"):
         with pytest.raises(ValueError, match=f"schedule='{schedule}' does not run with N_MP=4 and N_ESP=2"):
             steps(Candidate(schedule), workload(4, 8, 2), BYTES)  # type: ignore[arg-type]
-    assert Candidate("plain") not in candidates(Topology(32, 0, 4, 8, 2))
+    assert not {"plain", "s0"} & {each.schedule for each in candidates(Topology(32, 0, 4, 8, 2))}
     assert comparisons(Topology(32, 0, 4, 8, 2)) == [Candidate("baseline")]
 
 

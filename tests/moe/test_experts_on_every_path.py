@@ -166,7 +166,7 @@ def test_a_bfloat16_layer_works_throughout() -> None:
 
 def _recomputed(rank: int, world: int) -> None:
     x, gradient = batch(rank // 2, 5, 6)
-    for schedule, jitter in (("s1", 0.0), ("s2", 0.3), ("plain", 0.3)):
+    for schedule, jitter in (("s1", 0.0), ("s0", 0.3), ("s2", 0.3), ("plain", 0.3)):
         results = []
         for recompute in (False, True, "whole"):
             torch.manual_seed(rank)
@@ -184,7 +184,7 @@ def test_recomputing_the_experts_or_the_whole_layer_changes_nothing_even_with_no
     run_ranks(4, _recomputed)
 
 
-@pytest.mark.parametrize("schedule", ["s1", "s2"])
+@pytest.mark.parametrize("schedule", ["s0", "s1", "s2"])
 def test_chunks_share_one_cast_of_the_weights_and_add_gradients_up_in_full_precision(schedule: Any) -> None:
     kept, gradients = [], []
     for chunks in (1, 4):

@@ -149,6 +149,7 @@ def _same_on_both(rank: int, _: int, sizes: tuple[int, int, int, int]) -> int:
     for axis in ("data_parallel", "tensor_parallel", "expert_parallel", "expert_shard", "fused"):
         topology.group(axis)  # type: ignore[arg-type]
     plans = [("plain", "fused", 1)] * (mp == esp) + [("baseline", "fused", 1)]
+    plans += [("s0", "fused", chunks) for chunks in (1, 3)] * (mp == esp)
     plans += itertools.product(("s1", "s2"), ("fused", "two_hop"), (1, 3))
     cases = list(itertools.product(plans, SETTINGS))[TOPOLOGIES.index(sizes) :: len(TOPOLOGIES)]
     turns = itertools.cycle(itertools.product(("bfloat16", "autocast", "float32"), (1, 2)))
@@ -164,7 +165,7 @@ def _same_on_both(rank: int, _: int, sizes: tuple[int, int, int, int]) -> int:
         assert found == expected, case
         assert log.collectives == collectives, case
         schedule, _, chunks = plan
-        counts = not settings.get("static_shapes") or (schedule == "s1" and chunks > 1)
+        counts = not settings.get("static_shapes") or (schedule in ("s0", "s1") and chunks > 1)
         tokens_of_esp = schedule == "baseline" and esp > 1
         tokens_of_mp = schedule != "s1" and "sequence_parallel" in settings and mp > 1
         assert log.reads == len(log.numbers) == counts + tokens_of_esp + tokens_of_mp, case

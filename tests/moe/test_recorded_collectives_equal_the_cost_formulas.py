@@ -61,6 +61,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
 def plans(mp: int, esp: int) -> list[tuple[str, str, int]]:
     nested = mp % esp == 0 or esp % mp == 0
     simple = [("plain", "fused", 1)] * (mp == esp) + [("baseline", "fused", 1)] * nested
+    simple += [("s0", "fused", chunks) for chunks in (1, 2, 4)] * (mp == esp)
     return simple + list(product(("s1", "s2"), ("fused", "two_hop"), (1, 2, 4)))
 
 
@@ -85,7 +86,7 @@ def test_recorded_calls_equal_the_formulas(
     topology = Topology(world, rank, mp, ep, esp)
     num_tokens = 4 * ep * mp
     for settings, (schedule, transport, chunks) in product(SETTINGS, plans(mp, esp)):
-        if settings.get("static_shapes") and schedule == "s1" and chunks > 1:
+        if settings.get("static_shapes") and schedule in ("s0", "s1") and chunks > 1:
             continue  # then rows are counted and sent as without static shapes
         work = Workload(num_tokens, M, H, ep, min(K, ep), mp, ep, esp, **settings)
         options = {name: value for name, value in settings.items() if name != "auxiliary_loss"}
@@ -142,9 +143,10 @@ def test_totals_are_the_closed_forms() -> None:
         static_shapes=True,
     )
     assert large("plain", work=plain) == 4 * etm + 2 * etm
+    assert large("s0", work=plain) == 4 * etm + 2 * blm + 4096 * 2 * 4
 
 
 def test_one_process_sends_nothing() -> None:
     alone = Workload(num_tokens=8, model_dim=4, hidden_dim=4, num_experts=4, top_k=2)
-    for schedule in ("baseline", "plain", "s1", "s2"):
+    for schedule in ("baseline", "plain", "s0", "s1", "s2"):
         assert collectives(alone, schedule) == []  # type: ignore[arg-type]

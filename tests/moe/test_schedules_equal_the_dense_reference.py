@@ -35,7 +35,8 @@ def plans(mp: int, esp: int) -> list[tuple[str, str, int]]:
     """Schedule, transport and chunks that can run."""
     simple = ["plain"] * (mp == esp) + ["baseline"] * (mp % esp == 0 or esp % mp == 0)
     paused = product(("s1", "s2"), ("fused", "two_hop"), (1, 2, 3))
-    return [(name, "fused", 1) for name in simple] + list(paused)
+    never = [("s0", "fused", chunks) for chunks in (1, 2, 3)] if mp == esp else []
+    return [(name, "fused", 1) for name in simple] + never + list(paused)
 
 
 def grid(world: int) -> list[Case]:

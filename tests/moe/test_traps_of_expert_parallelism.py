@@ -12,7 +12,7 @@ from distributed import run_ranks
 from moe.equality import Case, compare
 from moe.reference import batch, full_layer, shard
 
-from lightning_parm.moe import collectives, experts, schedules, transport
+from lightning_parm.moe import collectives, experts, schedules, stages, transport
 from lightning_parm.moe.layer import MoE
 from lightning_parm.moe.topology import Topology
 
@@ -39,10 +39,16 @@ MUTATIONS = {
         schedules, "replicate", _not_summed, Case(2, 2, 1, "s1"), "mp peers' gradient of router.weight is off",
     ),
     "the shards' input gradients are not summed": (
-        schedules, "replicate", _not_summed, Case(2, 1, 2, "plain"), "input gradient is off",
+        stages, "replicate", _not_summed, Case(2, 1, 2, "plain"), "input gradient is off",
     ),
     "the shards' outputs are not summed": (
-        schedules, "reduce", _not_summed, Case(2, 1, 2, "plain"), "output is off",
+        stages, "reduce", _not_summed, Case(2, 1, 2, "plain"), "output is off",
+    ),
+    "tokens of which each shard has a part are not summed": (
+        schedules, "reduce", _not_summed, Case(2, 1, 2, "s0"), "output is off",
+    ),
+    "the rows' or the weights' gradients, of which each shard has a part, are not summed": (
+        schedules, "replicate", _not_summed, Case(2, 1, 2, "s0"), "input gradient is off",
     ),
     "statistics are not averaged before the balance loss multiplies them": (
         schedules, "reduce", _not_summed, Case(2, 2, 1, "s1", settings=LOSSES), "input gradient is off",
@@ -95,7 +101,7 @@ def test_an_expert_gradient_is_the_sum_over_the_tokens_of_its_fused_block() -> N
 def _dropping(rank: int, world: int) -> list[torch.Tensor]:
     x, _ = batch(rank // 2, 8, 6)
     outputs = []
-    for schedule in ("plain", "s2", "baseline", "s1"):
+    for schedule in ("plain", "s0", "s2", "baseline", "s1"):
         layer = full_layer(**SIZES, capacity_factor=0.5)
         outputs.append(layer.parallelize(Topology(world, rank, 2, 2, 2), schedule)(x).detach())  # type: ignore[arg-type]
         assert 0 < layer.dropped_share < 1
@@ -103,7 +109,8 @@ def _dropping(rank: int, world: int) -> list[torch.Tensor]:
 
 
 def test_with_a_capacity_all_schedules_agree_but_s1_which_drops_per_slice() -> None:
-    for plain, s2, baseline, s1 in run_ranks(4, _dropping):
+    for plain, s0, s2, baseline, s1 in run_ranks(4, _dropping):
+        torch.testing.assert_close(s0, plain, rtol=0, atol=1e-12)
         torch.testing.assert_close(s2, plain, rtol=0, atol=1e-12)
         torch.testing.assert_close(baseline, plain, rtol=0, atol=1e-12)
         assert not torch.allclose(s1, plain)
@@ -208,6 +215,7 @@ def _changing(rank: int, world: int) -> None:
         ("s1", "fused", 1),
         ("s2", "two_hop", 3),
         ("plain", "fused", 1),
+        ("s0", "fused", 2),
         ("auto", "auto", "auto"),
     ):
         layer.schedule, layer.transport, layer.chunks = schedule, kind, chunks  # type: ignore[assignment]
