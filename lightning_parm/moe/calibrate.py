@@ -96,7 +96,7 @@ def calibrate(
             found = [None]  # a broken file is measured anew
     dist.broadcast_object_list(found, 0)
     if found[0] is None:
-        found = [_Calibration(topology, device, (smallest, largest // 4, largest)).links()]
+        found = [_Calibration(topology, device, (smallest, largest // 4, largest // 2, largest)).links()]
         dist.broadcast_object_list(found, 0)
         if topology.rank == 0 and path is not None and found[0] is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def _fingerprint(topology: Topology, device: torch.device, largest: int) -> str:
 class _Calibration:
     """One run of all measurements."""
 
-    def __init__(self, topology: Topology, device: torch.device, sizes: tuple[int, int, int]) -> None:
+    def __init__(self, topology: Topology, device: torch.device, sizes: tuple[int, ...]) -> None:
         self.topology = topology
         self.device = device
         self.sizes = sizes
@@ -218,10 +218,10 @@ class _Calibration:
             if same and f"{kind}/{twin}" in lines:
                 lines[f"{kind}/{axis}"] = lines[f"{kind}/{twin}"]
                 continue
-            times = self._time(*(waited(self._collective(kind, axis, size)) for size in self.sizes), flow=True)
-            # a layer's own messages are about as large as the largest
-            counts = [math.sqrt(size) for size in self.sizes]
-            lines[f"{kind}/{axis}"], residual = fit_line(self.sizes, times, counts=counts)
+            smallest, *sizes = self.sizes
+            (floor,) = self._time(waited(self._collective(kind, axis, smallest)), over=min, least=_REPETITIONS)
+            times = self._time(*(waited(self._collective(kind, axis, size)) for size in sizes))
+            lines[f"{kind}/{axis}"], residual = fit_line(sizes, times, floor=floor)
             residuals.append(residual)
         return lines, max(residuals)
 
@@ -277,7 +277,7 @@ class _Calibration:
         return lambda: [matrix @ matrix for _ in range(count)]
 
     def _overheads(self, links: Links) -> dict[str, tuple[float, float]]:
-        """What a layer with next to nothing to send costs beyond the alphas of its collectives."""
+        """What a layer with next to nothing to send costs beyond what its collectives take at the least."""
         topology, dim = self.topology, 16 * self.topology.expert_shard_size
         experts, tokens = topology.expert_parallel_size, 8 * topology.tensor_parallel_size
         torch.manual_seed(0)  # all ranks hold the same weights

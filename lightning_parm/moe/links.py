@@ -1,6 +1,8 @@
 """How fast a cluster communicates and computes: the constants of the cost model; pure Python.
 
-A collective of ``b`` bytes takes ``alpha + beta * b`` seconds. ``b`` counts the whole buffer: what a rank puts into an
+A collective of ``b`` bytes takes ``alpha + beta * b`` seconds, and never less than the smallest one was seen to take: a
+line through large messages says little of small ones, which wait for peers rather than for the link and which a link
+that rested may carry at once, so that ``alpha`` is negative. ``b`` counts the whole buffer: what a rank puts into an
 AlltoAll or ReduceScatter, what it gets out of an AllGather, and the buffer of an AllReduce. Lines are kept for each
 kind of collective and each axis, since an axis inside a node is faster than one across nodes.
 """
@@ -22,20 +24,30 @@ class Line:
     """Seconds as a line over bytes.
 
     Attributes:
-        alpha_seconds: Of an empty collective.
+        alpha_seconds: Where the line starts; negative only where there is a floor.
         beta_seconds: Per byte.
+        floor_seconds: The least that any takes.
 
     Example:
         >>> Line(alpha_seconds=0.001, beta_seconds=1e-9).seconds(1_000_000)
         0.002
+        >>> burst = Line(alpha_seconds=-0.001, beta_seconds=1e-9, floor_seconds=0.0005)
+        >>> burst.seconds(1_000_000), burst.seconds(3_000_000)
+        (0.0005, 0.002)
     """
 
     alpha_seconds: float
     beta_seconds: float
+    floor_seconds: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
         """Seconds that ``num_bytes`` take."""
-        return self.alpha_seconds + self.beta_seconds * num_bytes
+        return max(self.alpha_seconds + self.beta_seconds * num_bytes, self.floor_seconds)
+
+    @property
+    def start_seconds(self) -> float:
+        """Seconds before the first byte is on its way."""
+        return max(self.alpha_seconds, self.floor_seconds)
 
 
 @dataclass(frozen=True)
@@ -135,7 +147,10 @@ class Links:
 
 
 def fit_line(
-    sizes: Sequence[float], times: Sequence[float], rounds: int = 10, counts: Sequence[float] | None = None
+    sizes: Sequence[float],
+    times: Sequence[float],
+    rounds: int = 10,
+    floor: float = 0.0,
 ) -> tuple[Line, float]:
     """Fit a line by relative least squares in which outliers weigh less; returns it and its largest relative error.
 
@@ -143,18 +158,17 @@ def fit_line(
         sizes: Bytes.
         times: Seconds.
         rounds: Of reweighting by Huber's function.
-        counts: How much each is worth; equally much by default.
+        floor: The least seconds that any takes; with one, the line may start below zero.
 
     Example:
         >>> line, residual = fit_line([1e4, 1e5, 1e6], [0.0011, 0.002, 0.011])
         >>> round(line.alpha_seconds, 6), round(line.beta_seconds, 12), round(residual, 6)
         (0.001, 1e-08, 0.0)
     """
-    worth = counts or [1.0] * len(sizes)
     trust = [1.0] * len(sizes)
     alpha = beta = 0.0
     for _ in range(rounds):
-        weights = [w * part / (time * time) for w, part, time in zip(worth, trust, times, strict=True)]
+        weights = [part / (time * time) for part, time in zip(trust, times, strict=True)]
         total = sum(weights)
         mean_size = sum(w * size for w, size in zip(weights, sizes, strict=True)) / total
         mean_time = sum(w * time for w, time in zip(weights, times, strict=True)) / total
@@ -163,11 +177,13 @@ def fit_line(
             w * (size - mean_size) * (time - mean_time) for w, size, time in zip(weights, sizes, times, strict=True)
         )
         beta = max(slope / spread, 0.0) if spread else 0.0
-        alpha = max(mean_time - beta * mean_size, 0.0)
+        alpha = mean_time - beta * mean_size
+        alpha = alpha if floor else max(alpha, 0.0)
         errors = [abs(alpha + beta * size - time) / time for size, time in zip(sizes, times, strict=True)]
         scale = max(1.5 * sorted(errors)[len(errors) // 2], 0.02)
         trust = [min(1.0, scale / error) if error else 1.0 for error in errors]
-    return Line(alpha, beta), max(errors)
+    line = Line(alpha, beta, floor)
+    return line, max(abs(line.seconds(size) - time) / time for size, time in zip(sizes, times, strict=True))
 
 
 #: Constants published by Parm's authors for their 32-GPU cluster, one line a kind for every axis. They published

@@ -150,7 +150,9 @@ def _sent(links: Links, kind: Kind, axis: LinkAxis, num_bytes: float | None) -> 
     if num_bytes is None:
         return None
     line = links.line(kind, axis)
-    return Sent(axis, line.beta_seconds * num_bytes, line.alpha_seconds)
+    whole = line.seconds(num_bytes)
+    start = min(line.start_seconds, whole)
+    return Sent(axis, whole - start, start)
 
 
 def seconds(candidate: Candidate, work: Workload, links: Links) -> float:

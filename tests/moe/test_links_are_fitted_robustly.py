@@ -31,10 +31,16 @@ def test_no_constant_is_negative() -> None:
     assert through_the_floor.alpha_seconds == 0.0
 
 
-def test_what_counts_more_is_met_more_closely() -> None:
-    """Messages near a layer's own size decide, and a burst that swallows a smaller one must not outvote them."""
-    sizes, times = [2**14, 2**17, 2**19], [2.4e-3, 4.3e-3, 33.2e-3]
-    equal, _ = fit_line(sizes, times)
-    line, _ = fit_line(sizes, times, counts=[size**0.5 for size in sizes])
-    assert equal.seconds(sizes[-1]) < 0.5 * times[-1]
-    assert line.seconds(sizes[-1]) > 0.6 * times[-1]
+def test_a_burst_that_passes_at_once_makes_a_line_that_starts_below_zero() -> None:
+    """A shaped link that rested carries 128 KiB at its own speed, and the rest at its rate."""
+    burst, rate, floor = 2**17, 25e6, 4e-4
+    sizes = [2**18, 2**19, 2**20]
+    line, residual = fit_line(sizes, [(size - burst) / rate for size in sizes], floor=floor)
+    assert line.beta_seconds == pytest.approx(1 / rate)
+    assert line.alpha_seconds == pytest.approx(-burst / rate)
+    assert residual < 1e-9
+    assert line.seconds(0) == line.seconds(burst) == line.start_seconds == floor
+    assert line.seconds(2 * burst) == pytest.approx(burst / rate)
+    without, residual = fit_line(sizes, [(size - burst) / rate for size in sizes])
+    assert without.alpha_seconds == 0.0
+    assert residual > 0.1
