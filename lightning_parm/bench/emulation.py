@@ -22,6 +22,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -213,6 +214,10 @@ def _build(cluster: EmulatedCluster) -> list[int]:
         _run(f"ip addr add {_ADDRESS.format(index + 1)}/24 dev eth0")
         _run("ip link set eth0 up")
         _run("ip link set lo up")
+        # BBR, the default of some machines, keeps measuring its path: it slows connections down while nothing is lost.
+        # Everyone may choose reno.
+        with suppress(OSError):
+            Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
         _shape("eth0", cluster.inter)
         _shape("lo", cluster.intra)
         _enter(home)
