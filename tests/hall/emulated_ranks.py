@@ -20,6 +20,7 @@ def receive_on_rank_0(num_bytes: int) -> dict[str, object]:
         return {
             "seconds": seconds,
             "peer": peer[0],
+            "congestion": connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode(),
             "interfaces": interfaces,
             **{name: os.environ[name] for name in names},
         }

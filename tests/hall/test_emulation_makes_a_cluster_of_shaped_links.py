@@ -75,6 +75,7 @@ def test_ranks_stand_on_nodes_of_their_own_behind_links_of_the_given_rate() -> N
         {"num_bytes": num_bytes},
     )
     assert result["peer"] == "10.77.0.2"
+    assert result["congestion"] == "reno"  # whatever this machine's own connections use
     assert result["interfaces"] == 2  # its own loopback and its own link, nothing of this machine's
     assert [result[name] for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")] == list("2010")
     on_the_wire = num_bytes / bytes_per_second("40mbit")

@@ -61,6 +61,7 @@ def test_constants_are_equal_on_all_ranks_kept_and_measured_anew_on_request(tmp_
     assert {f"all_to_all/{axis}" for axis in axes[:3]} < links.collectives.keys()
     assert links.collectives["all_gather/expert_shard"] == links.collectives["all_gather/tensor_parallel"]
     assert all(isinstance(line, Line) and line.beta_seconds >= 0 for line in links.collectives.values())
+    assert all(line.floor_seconds > 0 for line in links.collectives.values())
     assert all(0.0 <= share <= 1.0 for share in links.overlaps.values())
     assert {"compute+fused", "fused+tensor_parallel"} <= links.overlaps.keys()
     assert {"plain/fused", "s1/two_hop", "s2/fused"} <= links.overheads.keys()
