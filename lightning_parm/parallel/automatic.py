@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_parm.cache import cache_folder
 from lightning_parm.moe import MoE, Topology
 from lightning_parm.moe.calibrate import calibrate
-from lightning_parm.moe.choice import Choice, candidates, choose_for
+from lightning_parm.moe.choice import MAX_CHUNKS, Choice, candidates, choose_for
 from lightning_parm.moe.cost import Workload
 from lightning_parm.moe.links import Links
 from lightning_parm.moe.prediction import Candidate
@@ -40,7 +40,14 @@ class AutomaticSchedule:
         self, module: nn.Module, topology: Topology, fixed: tuple[Any, Any, Any], verify_steps: int = 0
     ) -> None:
         self._topology = topology
-        self._fixed = fixed
+        schedule, transport, chunks = fixed
+        # what is of no effect shuts no candidate out
+        if schedule in ("plain", "s0") or topology.expert_shard_size == 1:
+            transport = "auto"
+        if schedule == "plain":
+            chunks = "auto"
+        self._fixed = schedule, transport, chunks
+        self._max_chunks = MAX_CHUNKS if chunks == "auto" else max(MAX_CHUNKS, chunks)
         self._verify_steps = verify_steps
         self._trial: Trial | None = None
         self._batches = 0
@@ -95,7 +102,7 @@ class AutomaticSchedule:
         ]
         largest = max(work.largest_bytes for work in workloads)
         links = links or calibrate(self._topology, device, cache_folder(), largest_bytes=largest)
-        choices: list[Any] = [choose_for(work, links, allowed=self._allowed) for work in workloads]
+        choices: list[Any] = [choose_for(work, links, self._max_chunks, self._allowed) for work in workloads]
         dist.broadcast_object_list(choices, 0)  # equal anyway; this makes it certain
         for (_, layer), choice in zip(self._layers, choices, strict=True):
             layer.schedule, layer.transport, layer.chunks = choice.candidate
@@ -127,7 +134,7 @@ class AutomaticSchedule:
         """A trial of every layer's best candidate against every layer's second best, if any layer has one."""
         seconds = []
         for choice in choices:
-            possible = [each for each in candidates(self._topology) if self._allowed(each)]
+            possible = [each for each in candidates(self._topology, self._max_chunks) if self._allowed(each)]
             others = sorted(possible, key=lambda each: choice.seconds[each])
             seconds.append(next((each for each in others if each != choice.candidate), choice.candidate))
         best = [choice.candidate for choice in choices]

@@ -59,6 +59,25 @@ def test_what_the_user_fixed_stays() -> None:
         assert all(isinstance(chunks, int) for _, _, chunks in choices)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "fixed", "expected"),
+    [
+        (MP2_EP2, {"schedule": "s0", "transport": "two_hop"}, {("s0", "fused")}),
+        (MP2_EP2, {"schedule": "plain", "chunks": 2}, {("plain", "fused")}),
+        ({**MP2_EP2, "expert_shard_size": 1}, {"schedule": "s1", "transport": "two_hop"}, {("s1", "fused")}),
+        (MP2_EP2, {"schedule": "s1", "chunks": 8}, {("s1", "fused"), ("s1", "two_hop")}),
+    ],
+)
+def test_what_has_no_effect_or_is_beyond_the_usual_shuts_nothing_out(
+    sizes: dict[str, int], fixed: dict[str, Any], expected: set[tuple[str, str]]
+) -> None:
+    for losses, choices in run_ranks(4, fit, {**sizes, **fixed}, True):
+        assert len(losses) == 4
+        assert {choice[:2] for choice in choices} <= expected
+        if fixed.get("chunks") == 8:
+            assert {choice[2] for choice in choices} == {8}
+
+
 def run_trial(rank: int, world_size: int, seconds: list[list[float]]) -> tuple[list[str], Any]:
     """Batches that take so long on this rank under the one setting and under the other."""
     layers = [MoE(4, 8, 2)]
