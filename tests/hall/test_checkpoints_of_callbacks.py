@@ -96,6 +96,7 @@ def test_best_last_and_hpc(tmp_path: Path, uninterrupted: list[float]) -> None:
         (tmp_path / "root").mkdir(exist_ok=True)
         path = trainer._checkpoint_connector.hpc_save_path(str(tmp_path / "root"))
         assert Path(path).name == "hpc_ckpt_1.ckpt"
+        trainer.strategy.barrier()  # else a rank may look only when another one has begun to save
         trainer.save_checkpoint(path)
         assert trainer._checkpoint_connector.hpc_save_path(str(tmp_path / "root")).endswith("hpc_ckpt_2.ckpt")
         return [*model.losses, *train(rank, world_size, EP2, 6, None, "hpc", **options)]
